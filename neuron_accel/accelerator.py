@@ -53,6 +53,7 @@ from neuron_accel.loop.arguments import (  # noqa: E402
     merged_options,
     timeout_of,
     warn_of_unused_precision,
+    with_accumulation,
     with_ddp_options,
 )
 from neuron_accel.loop.deferred_values import call_after_step, numbers, progress_bar  # noqa: E402
@@ -208,7 +209,7 @@ class NeuronAccelerator(Accelerator):
         self.is_precompiling = is_precompiling()
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
         sys.audit("neuron_accel.rendezvous")
-        super().__init__(**options)
+        super().__init__(**with_accumulation(options, os.environ))
         warn_of_unused_precision(self.mixed_precision, self.device.type)
         check_dry_precision(self.mixed_precision, decision.backend)
         if self.is_precompiling:

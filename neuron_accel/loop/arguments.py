@@ -218,6 +218,39 @@ def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Map
     return options
 
 
+class Accumulation(GradientAccumulationPlugin):
+    """Accelerate's settings of gradient accumulation, whose values are read without an effect on other threads.
+
+    Accelerate's ``to_kwargs``, which its constructor calls, empties ``os.environ`` for a moment. Ranks that are threads
+    of one process (:func:`neuron_accel.testing.run_ranks` on XLA) may read it at that moment, or lose it for good.
+    """
+
+    def to_kwargs(self) -> dict[str, Any]:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
+
+
+def with_accumulation(options: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns arguments for ``Accelerator`` that give the settings of gradient accumulation as an
+    :class:`Accumulation`, wherever they came from.
+
+    Args:
+        options: the arguments. Two numbers of steps are left to Accelerate to refuse, and a class of the user's own is
+            left as it is.
+        environ: environment variables, which come before the number of steps in ``options``.
+    """
+    plugin = options.get("gradient_accumulation_plugin")
+    if plugin is None:
+        steps = options.get("gradient_accumulation_steps", 1)
+        settings = {"num_steps": int(environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps))}
+    elif type(plugin) is GradientAccumulationPlugin and options.get("gradient_accumulation_steps", 1) == 1:
+        settings = plugin.to_dict()
+    else:
+        return dict(options)
+    rest = {name: value for name, value in options.items() if name != "gradient_accumulation_steps"}
+    return {**rest, "gradient_accumulation_plugin": Accumulation(**settings)}
+
+
 def check_precision(wanted: str | None) -> None:
     """Checks that ``mixed_precision`` is that of earlier accelerators, which share Accelerate's state in a process.
 

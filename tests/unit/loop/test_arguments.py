@@ -25,7 +25,14 @@ from neuron_accel import (
 from neuron_accel.engine.plan.config import RunConfig, load_config
 from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.loop.arguments import ACCELERATES, NOT_GIVEN, merged_options, timeout_of, with_ddp_options
+from neuron_accel.loop.arguments import (
+    ACCELERATES,
+    NOT_GIVEN,
+    merged_options,
+    timeout_of,
+    with_accumulation,
+    with_ddp_options,
+)
 
 
 def test_every_argument_of_accelerate_is_spelt_out_with_its_default_or_what_stands_for_it():
@@ -121,3 +128,34 @@ def test_model_parallelism_is_written_as_in_optimum_neuron():
     assert plugin.tensor_parallel_size == 2
     assert plugin.companions() == (TensorParallelPlugin(tensor_parallel_size=2), SequenceParallelPlugin())
     assert ModelParallelismPlugin(1, sequence_parallel_enabled=True).companions() == ()
+
+
+OWN_ACCUMULATION = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True, adjust_scheduler=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "plugin"),
+    [
+        ({}, GradientAccumulationPlugin(num_steps=1)),
+        ({"gradient_accumulation_steps": 3}, GradientAccumulationPlugin(num_steps=3)),
+        ({"gradient_accumulation_plugin": OWN_ACCUMULATION}, OWN_ACCUMULATION),
+    ],
+    ids=["default", "steps", "plugin"],
+)
+def test_an_accelerator_leaves_the_environment_alone_while_it_starts(options, plugin, monkeypatch):
+    as_accelerate_reads_it = plugin.to_kwargs()
+
+    def emptied():
+        raise AssertionError("os.environ would be empty for a moment, and another rank may be a thread of this process")
+
+    monkeypatch.setattr("accelerate.utils.environment.clear_environment", emptied)
+    assert NeuronAccelerator(**options).gradient_state.plugin_kwargs == as_accelerate_reads_it
+
+
+def test_accumulation_from_the_environment_and_given_twice():
+    environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    assert with_accumulation({"gradient_accumulation_steps": 2}, environ)["gradient_accumulation_plugin"].num_steps == 4
+    twice = {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2)}
+    assert with_accumulation(twice, {}) == twice
+    with pytest.raises(ValueError, match="only pass one of"):
+        NeuronAccelerator(**twice)
