@@ -3,41 +3,52 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing.spawn
 import os
 import pickle
 import socket
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 from neuron_accel.errors import UsageError
 
 
-def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
     """Pickles ``(fn, args, kwargs)``.
 
+    Returns:
+        the pickle, and the data with which a rank imports ``__main__`` first, as multiprocessing passes it; that is
+        empty if nothing in the call is of ``__main__``.
+
     Raises:
-        UsageError: if that is not possible.
+        UsageError: if that is not possible, or ``__main__`` cannot be imported by other processes.
     """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
     try:
-        return pickle.dumps((fn, args, kwargs))
+        pickler.dump((fn, args, kwargs))
     except Exception as error:
         raise UsageError(
             f"run_ranks cannot send {getattr(fn, '__qualname__', fn)!r} and its arguments to the ranks: {error}",
             why="ranks are processes; functions are pickled by name and values as copies",
             fix="use a function of a module instead of a lambda or closure, and picklable arguments",
         ) from error
+    return stream.getvalue(), _main_script() if pickler.needs_main else {}
 
 
-def main_script(call: bytes) -> dict[str, str]:
-    """The data with which a rank imports ``__main__``, as multiprocessing passes it; empty if the call does not need
-    it.
+class _Pickler(pickle.Pickler):
+    """Notices functions, classes and objects of ``__main__``. It is asked about every object that it pickles."""
 
-    Raises:
-        UsageError: if the call refers to ``__main__``, and other processes cannot import it.
-    """
-    if b"__main__" not in call:
-        return {}
+    needs_main = False
+
+    def persistent_id(self, value: Any) -> None:
+        named = value if isinstance(value, (type, FunctionType)) else type(value)
+        self.needs_main |= named.__module__ == "__main__"
+
+
+def _main_script() -> dict[str, str]:
     data: Mapping[str, Any] = multiprocessing.spawn.get_preparation_data("ranks")
     main = {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
     if not main or not os.path.exists(main.get("init_main_from_path", os.curdir)):

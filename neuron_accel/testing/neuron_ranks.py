@@ -28,7 +28,7 @@ from typing import Any
 from neuron_accel.backends.select import HARDWARE_ROOT_VARIABLE, Machine
 from neuron_accel.errors import UsageError
 from neuron_accel.neuron.instances import PRODUCT_NAME, find_instance
-from neuron_accel.testing._call import free_port, main_script, pickle_call
+from neuron_accel.testing._call import free_port, pickle_call
 from neuron_accel.testing.xla_ranks import QUICK_FLAGS, XlaTask, run_forked
 
 _SOURCES = Path(__file__).with_name("emulation")
@@ -129,7 +129,7 @@ class EmulatedInstance:
             RanksError: if a rank raises, ends early, or runs out of time.
             UsageError: if the call itself is wrong.
         """
-        call = pickle_call(fn, args, kwargs)
+        call, main = pickle_call(fn, args, kwargs)
         if not 1 <= n <= self.cores:
             raise UsageError(f"{n} ranks do not fit on an emulated instance of {self.cores} cores.")
         task = XlaTask(
@@ -139,7 +139,7 @@ class EmulatedInstance:
             timeout=timeout,
             grace=grace,
             syspath=list(sys.path),
-            main=main_script(call),
+            main=main,
         )
         return run_forked("neuron_accel.testing._neuron_server", task, self.environ)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from neuron_accel.errors import UsageError
 from neuron_accel.testing import _rank, native_ranks
-from neuron_accel.testing._call import free_port, main_script, pickle_call
+from neuron_accel.testing._call import free_port, pickle_call
 from neuron_accel.testing.rank_errors import RankExit, RanksError, RankTimeout
 
 NATIVE = {
@@ -86,7 +86,7 @@ def run_ranks(
             why="ranks import the script to find its functions, and would start further ranks",
             fix='put the call under `if __name__ == "__main__":`',
         )
-    call = pickle_call(fn, args, kwargs)
+    call, main = pickle_call(fn, args, kwargs)
     if n < 1:
         raise UsageError(f"run_ranks needs at least one rank, not {n}.")
     details = {"ranks": n, "backend": backend, "arguments": (args, kwargs)}
@@ -94,13 +94,12 @@ def run_ranks(
     if backend == "xla":
         from neuron_accel.testing.xla_ranks import run_xla_ranks
 
-        return run_xla_ranks(call, n, timeout=timeout, grace=grace, env=env or {}, main=main_script(call))
+        return run_xla_ranks(call, n, timeout=timeout, grace=grace, env=env or {}, main=main)
     if backend == "neuron":
         from neuron_accel.testing.neuron_ranks import emulated_instance
 
         with emulated_instance(cores=n) as machine:
             return machine.run(fn, n, *args, timeout=timeout, grace=grace, env=env, **kwargs)
-    main_script(call)
     if backend == "cuda":
         _check_cuda()
     if backend not in ("gloo", "cuda", None, *NATIVE):

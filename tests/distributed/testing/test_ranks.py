@@ -467,6 +467,11 @@ def test_a_function_of_no_file_belongs_into_a_module():
     assert "move it to a module" in result.stderr
 
 
+def test_a_text_about_main_needs_no_file():
+    script = """from neuron_accel.testing import run_ranks; print(run_ranks(len, 1, "__main__", backend=None))"""
+    assert run_script(script).stdout.strip() == "[8]"
+
+
 def test_a_script_that_starts_ranks_whenever_it_is_imported(tmp_path):
     result = run_script(SCRIPT.format(guard=True, backend=None), path=tmp_path / "script.py")
     assert 'put the call under `if __name__ == "__main__":`' in result.stderr
