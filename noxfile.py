@@ -33,8 +33,8 @@ ON_TORCH_2_9 = [
 ]
 """What tells, beside the unit tests, whether the older line of torch works; the newer one runs everything."""
 
-UNIT = ["-n", "auto", "tests/unit"]
-"""The tests without ranks, one process a core. Those with ranks occupy the cores themselves."""
+PARALLEL = ["-n", "auto", "--maxprocesses", "8"]
+"""One process a core. Tests with ranks wait more than they compute; a process and its ranks take about 2 GB."""
 
 PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
 
@@ -67,8 +67,8 @@ def tests(session: nox.Session) -> None:
         check_installation(session)
     record, environment = record_of(session), {"ACCELERATE_SDIST": accelerates_tests(session)}
     if not session.posargs:
-        session.run("pytest", *UNIT)
-    rest = session.posargs or ["--ignore-glob=tests/unit/*"]
+        session.run("pytest", *PARALLEL, "tests/unit")
+    rest = session.posargs or [*PARALLEL, "--ignore-glob=tests/unit/*"]
     session.run("pytest", f"--record-runs={record}", *rest, env=environment)
     if not session.posargs:
         session.run("python", "-m", "tests.what_runs", record, "--check", "--kinds", "gloo", "native")
@@ -82,7 +82,7 @@ def xla(session: nox.Session) -> None:
     session.run("python", "-c", "import torch, torch_xla; print(torch.__version__, torch_xla.__version__)")
     record = record_of(session)
     if not session.posargs:
-        session.run("pytest", *UNIT)
+        session.run("pytest", *PARALLEL, "tests/unit")
     session.run("pytest", f"--record-runs={record}", *(session.posargs or ON_TORCH_2_9))
     if not session.posargs:
         session.run("pytest", "-k", "xla", "tests/conformance_kit")
@@ -146,9 +146,9 @@ def plugins(session: nox.Session, package: str) -> None:
     folder, beside = Path("plugins", package), [f"./plugins/{other}" for other in BESIDE.get(package, [])]
     for path in (folder, *map(Path, beside)):
         shutil.rmtree(path / "build", ignore_errors=True)
-    install(session, NATIVE_TORCH, ".[conformance]", f"./{folder}[test]", *beside)
+    install(session, NATIVE_TORCH, ".[conformance]", f"./{folder}[test]", *beside, "pytest-xdist>=3.6")
     with session.chdir(folder):
-        session.run("pytest", *session.posargs)
+        session.run("pytest", *(session.posargs or PARALLEL))
 
 
 @nox.session

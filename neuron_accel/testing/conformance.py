@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import pytest
@@ -120,7 +121,7 @@ class PluginConformance:
         """Plugins in any order give the same plan, or the same error."""
         for name in COMPOSITIONS:
             plugins, ranks = self._composed(name, plugin)
-            plans = {_cases.fingerprint(order, ranks) for order in itertools.permutations(plugins)}
+            plans = {_cases.fingerprint(order, ranks) for order in _orders(plugins)}
             if len(plans) > 1:
                 _fail(f"composition {name!r} has {len(plans)} different outcomes, by the order of its plugins: {plans}")
 
@@ -403,6 +404,14 @@ class PluginConformance:
     def _readable(self, trace: Trace, backend: str) -> Trace:
         """The reference without gradients on lazy devices, where only their norms and the weights are compared."""
         return trace if backend != "xla" else Trace(trace.losses, trace.norms, {}, trace.weights)
+
+
+def _orders(plugins: Sequence[StrategyPlugin]) -> list[tuple[StrategyPlugin, ...]]:
+    """Orders of plugins: all of up to four, and of more a hundred, the same each time. 7 plugins have 5,040 of them."""
+    if len(plugins) <= 4:
+        return list(itertools.permutations(plugins))
+    draw = random.Random(len(plugins))
+    return [tuple(plugins), tuple(reversed(plugins)), *(tuple(draw.sample(plugins, len(plugins))) for _ in range(98))]
 
 
 def _trace(weights: dict[str, torch.Tensor]) -> Trace:
