@@ -83,7 +83,7 @@ def xla(session: nox.Session) -> None:
     record = record_of(session)
     if not session.posargs:
         session.run("pytest", *PARALLEL, "tests/unit")
-    session.run("pytest", f"--record-runs={record}", *(session.posargs or ON_TORCH_2_9))
+    session.run("pytest", f"--record-runs={record}", *(session.posargs or [*PARALLEL, *ON_TORCH_2_9]))
     if not session.posargs:
         session.run("pytest", "-k", "xla", "tests/conformance_kit")
         for package in PACKAGES:
