@@ -9,7 +9,6 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Mapping
-from types import FunctionType
 from typing import Any
 
 from neuron_accel.errors import UsageError
@@ -44,8 +43,7 @@ class _Pickler(pickle.Pickler):
     needs_main = False
 
     def persistent_id(self, value: Any) -> None:
-        named = value if isinstance(value, (type, FunctionType)) else type(value)
-        self.needs_main |= named.__module__ == "__main__"
+        self.needs_main |= getattr(value, "__module__", None) == "__main__"  # an object has that of its class
 
 
 def _main_script() -> dict[str, str]:

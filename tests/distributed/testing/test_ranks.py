@@ -467,6 +467,13 @@ def test_a_function_of_no_file_belongs_into_a_module():
     assert "move it to a module" in result.stderr
 
 
+def test_a_function_of_a_script_that_is_an_object(tmp_path):
+    script = SCRIPT.format(guard='__name__ == "__main__"', backend=None).replace(
+        "def mine", "@functools.cache\ndef mine"
+    )
+    assert run_script("import functools\n" + script, path=tmp_path / "script.py").stdout.strip() == "[2, 2]"
+
+
 def test_a_text_about_main_needs_no_file():
     script = """from neuron_accel.testing import run_ranks; print(run_ranks(len, 1, "__main__", backend=None))"""
     assert run_script(script).stdout.strip() == "[8]"
