@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -339,9 +338,9 @@ def _save_without_permission(folder: str) -> None:
 
 
 def test_a_read_only_folder_is_an_error_on_every_rank_and_its_checkpoint_loads(tmp_path):
-    for folder in (tmp_path, *tmp_path.parents):  # pytest's own are for their owner alone
-        if folder == Path(tempfile.gettempdir()):
-            break
+    folders = [tmp_path, *tmp_path.parents]  # pytest's own are for their owner alone: one more with pytest-xdist
+    outermost = next((n for n, folder in enumerate(folders) if folder.name.startswith("pytest-of-")), 1)
+    for folder in folders[: outermost + 1]:
         folder.chmod(0o755)
     run_ranks(_save_without_permission, 2, str(tmp_path / "c"))
 
