@@ -238,11 +238,25 @@ def with_accumulation(options: Mapping[str, Any], environ: Mapping[str, str]) ->
         options: the arguments. Two numbers of steps are left to Accelerate to refuse, and a class of the user's own is
             left as it is.
         environ: environment variables, which come before the number of steps in ``options``.
+
+    Raises:
+        ConfigurationError: if the number of steps in the environment is not an integer of at least 1.
     """
     plugin = options.get("gradient_accumulation_plugin")
     if plugin is None:
-        steps = options.get("gradient_accumulation_steps", 1)
-        settings = {"num_steps": int(environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps))}
+        name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+        steps: Any = environ.get(name)
+        if steps is None:
+            steps = options.get("gradient_accumulation_steps", 1)
+        elif steps.strip().isdecimal():
+            steps = _checked("gradient_accumulation_steps", int(steps), f"environment variable {name}")
+        else:
+            raise ConfigurationError(
+                f"{name}={steps} is not a number of steps.",
+                where=f"environment variable {name}",
+                fix="set it to an integer of at least 1",
+            )
+        settings = {"num_steps": steps}
     elif type(plugin) is GradientAccumulationPlugin and options.get("gradient_accumulation_steps", 1) == 1:
         settings = plugin.to_dict()
     else:

@@ -159,3 +159,9 @@ def test_accumulation_from_the_environment_and_given_twice():
     assert with_accumulation(twice, {}) == twice
     with pytest.raises(ValueError, match="only pass one of"):
         NeuronAccelerator(**twice)
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", ""])
+def test_a_number_of_steps_in_the_environment_that_is_none_is_named(value):
+    with pytest.raises(ConfigurationError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
+        with_accumulation({}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": value})
