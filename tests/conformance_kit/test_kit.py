@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from neuron_accel.backends.select import Machine
 from neuron_accel.contract import UsageError
 from neuron_accel.testing import Training, assert_parallel_equivalence, run_ranks
 from neuron_accel.testing._compositions import COMPOSITIONS
+from neuron_accel.testing.conformance import _orders
 from tests.conformance_kit import test_built_in
 from tests.conformance_kit.mutants import HalvesGradients, Unfreezes
 
@@ -106,3 +108,12 @@ def test_on_xla_ranks():
     assert_parallel_equivalence(Own, BATCH, ["zero1"], backend="xla", timeout=110)
     with pytest.raises(AssertionError, match="weights"):
         assert_parallel_equivalence(Own, BATCH, [], backend="xla", timeout=110, reference=freeze_first)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_of_each_two_plugins_either_comes_first_in_some_order(count):
+    orders = _orders(range(count))
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert len(orders) <= 100
+    before = {pair for order in orders for pair in itertools.combinations(order, 2)}
+    assert before == set(itertools.permutations(range(count), 2))
