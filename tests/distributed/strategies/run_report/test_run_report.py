@@ -116,7 +116,7 @@ def test_parts_add_up_to_the_wall_time_of_the_steps(name, tmp_path):
             assert step.samples == 2 * accumulation
             assert step.tokens == step.samples * token_batches(1, size=1)[0]["input_ids"].shape[1]
             assert not step.skipped
-        assert sum(step.seconds for step in steps) == pytest.approx(result["wall"], rel=0.03)
+        assert sum(step.seconds for step in steps) == pytest.approx(result["wall"], rel=0.03, abs=5e-3)
         assert [step.grad_norm for step in steps] == pytest.approx(result["norms"])
         means = [sum(result["losses"][i : i + accumulation]) / accumulation for i in range(0, 6, accumulation)]
         assert [step.loss for step in steps] == pytest.approx(means)
@@ -444,7 +444,7 @@ def train_longer_steps(folder):
     model = LlamaForCausalLM(config)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     tokens = torch.randint(0, 1024, (4, 256))
-    for _ in range(4):
+    for _ in range(8):
         accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
