@@ -1,8 +1,9 @@
 """ZeRO-1 against DistributedDataParallel, torch's own ZeroRedundancyOptimizer, and FSDP2.
 
-    python -m benchmarks.zero1 [--ranks 2 4] [--repeat 15]
+    OMP_NUM_THREADS=1 python -m benchmarks.zero1 [--ranks 2 4] [--optimizers plain fused] [--repeat 15]
 
-Every peer trains the same Llama-shaped model on the same tokens with AdamW on gloo ranks. Columns: tokens/s relative to
+Every peer trains the same Llama-shaped model on the same tokens with AdamW on gloo ranks. DDP has gradients in its
+buckets and a static graph, and ZeroRedundancyOptimizer parameters in buckets. Columns: tokens/s relative to
 DDP + AdamW and to torch's ZeroRedundancyOptimizer in the same round (median and quartiles over rounds; all peers take
 turns within the same ranks), and, from ranks of the peer's own, peak memory relative to DDP, and per rank, relative to
 the parameters' bytes, the optimizer's state and what the kernel sent over TCP in a step. The floor of the latter is
@@ -81,25 +82,31 @@ def _moments(state: Any) -> list[torch.Tensor]:
     return [v.to_local() if hasattr(v, "to_local") else v for v in values]
 
 
-def ddp(small: bool) -> Peer:
+def _in_ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+
+
+def ddp(small: bool, fused: bool) -> Peer:
     model, size = build(small)
-    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model = _in_ddp(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     return Peer(model, optimizer, size, lambda: _moments(optimizer.state))
 
 
-def torch_zero(small: bool) -> Peer:
+def torch_zero(small: bool, fused: bool) -> Peer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model, size = build(small)
-    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model = _in_ddp(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, fused=fused
+        )
     return Peer(model, optimizer, size, lambda: _moments(optimizer.optim.state))
 
 
-def torch_zero_overlapped(small: bool) -> Peer:
+def torch_zero_overlapped(small: bool, fused: bool) -> Peer:
     from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -107,13 +114,13 @@ def torch_zero_overlapped(small: bool) -> Peer:
     model, size = build(small)
     model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, parameters_as_bucket_view=True
+        model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, parameters_as_bucket_view=True, fused=fused
     )
     model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, optimizer))
     return Peer(model, optimizer, size, lambda: _moments(optimizer.optim.state))
 
 
-def _fsdp2(small: bool, reshard: bool) -> Peer:
+def _fsdp2(small: bool, fused: bool, reshard: bool) -> Peer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -122,35 +129,35 @@ def _fsdp2(small: bool, reshard: bool) -> Peer:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     return Peer(model, optimizer, size, lambda: _moments(optimizer.state))
 
 
-def fsdp2(small: bool) -> Peer:
-    return _fsdp2(small, reshard=False)
+def fsdp2(small: bool, fused: bool) -> Peer:
+    return _fsdp2(small, fused, reshard=False)
 
 
-def fsdp2_resharding(small: bool) -> Peer:
-    return _fsdp2(small, reshard=True)
+def fsdp2_resharding(small: bool, fused: bool) -> Peer:
+    return _fsdp2(small, fused, reshard=True)
 
 
-def ours(small: bool) -> Peer:
+def ours(small: bool, fused: bool) -> Peer:
     from neuron_accel import NeuronAccelerator, Zero1Plugin
 
     accelerator = NeuronAccelerator(plugins=[Zero1Plugin()])
     model, size = build(small)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=fused))
     return Peer(model, optimizer, size, lambda: _moments(optimizer.state), accelerator.backward)
 
 
-def compute_alone(small: bool) -> Peer:
+def compute_alone(small: bool, fused: bool) -> Peer:
     """This rank's share of the work, and no communication."""
     model, size = build(small)
     mine: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for parameter in model.parameters():
         (mine if _bytes(mine) < size / dist.get_world_size() else others).append(parameter)
-    optimizer = torch.optim.AdamW(mine)
+    optimizer = torch.optim.AdamW(mine, fused=fused)
 
     def backward(loss: torch.Tensor) -> None:
         loss.backward()
@@ -160,9 +167,9 @@ def compute_alone(small: bool) -> Peer:
     return Peer(model, optimizer, size, lambda: _moments(optimizer.state), backward)
 
 
-def compute_and_bytes(small: bool) -> Peer:
+def compute_and_bytes(small: bool, fused: bool) -> Peer:
     """The same, and then as many bytes as ZeRO-1 has to send."""
-    peer = compute_alone(small)
+    peer = compute_alone(small, fused)
     flat = torch.zeros(peer.size // 4)
 
     def backward(loss: torch.Tensor) -> None:
@@ -172,7 +179,7 @@ def compute_and_bytes(small: bool) -> Peer:
     return replace(peer, backward=backward)
 
 
-PEERS: dict[str, Callable[[bool], Peer]] = {
+PEERS: dict[str, Callable[[bool, bool], Peer]] = {
     "DDP": ddp,
     "Zero1Plugin": ours,
     "DDP + ZeroRedundancyOptimizer": torch_zero,
@@ -184,8 +191,8 @@ PEERS: dict[str, Callable[[bool], Peer]] = {
 OVERLAPPED = "DDP + ZeroRedundancyOptimizer, overlapped"
 
 
-def step_of(name: str, small: bool) -> Callable[[], None]:
-    return _step(({OVERLAPPED: torch_zero_overlapped} | PEERS)[name](small), small)
+def step_of(name: str, small: bool, fused: bool) -> Callable[[], None]:
+    return _step(({OVERLAPPED: torch_zero_overlapped} | PEERS)[name](small, fused), small)
 
 
 def _step(peer: Peer, small: bool) -> Callable[[], None]:
@@ -200,12 +207,12 @@ def _step(peer: Peer, small: bool) -> Callable[[], None]:
     return step
 
 
-def count(name: str, small: bool) -> dict[str, float]:
+def count(name: str, small: bool, fused: bool) -> dict[str, float]:
     """Peak memory of this rank, in bytes, and what it holds and sends relative to the parameters."""
     if name == "Zero1Plugin":
         import neuron_accel  # noqa: F401  like torch: what importing takes is not the peer's
     memory = PeakMemory()
-    peer = ({OVERLAPPED: torch_zero_overlapped} | PEERS)[name](small)
+    peer = ({OVERLAPPED: torch_zero_overlapped} | PEERS)[name](small, fused)
     step = _step(peer, small)
     step()
     dist.barrier()
@@ -216,36 +223,46 @@ def count(name: str, small: bool) -> dict[str, float]:
     return {"peak": memory.bytes(), "state": _bytes(peer.state()) / peer.size, "sent": sent / peer.size}
 
 
+def measure(ranks: int, small: bool, fused: bool, repeat: int) -> str:
+    """The table for a number of ranks."""
+    names, remark = [*PEERS], ""
+    counts = {}
+    for name in (*PEERS, OVERLAPPED):
+        note(f"{ranks} ranks: memory and bytes of {name}")
+        try:
+            measured = run_ranks(count, ranks, name, small, fused, timeout=120, env=OVER_TCP)
+        except Exception as error:
+            if name != OVERLAPPED:
+                raise
+            remark = f"\nZeroRedundancyOptimizer, overlapped: {str(error.__cause__ or error).splitlines()[0]}"
+            continue
+        counts[name] = measured[0] | {"peak": max(m["peak"] for m in measured)}
+    if OVERLAPPED in counts:
+        names.append(OVERLAPPED)
+    turns = race({n: partial(step_of, n) for n in names}, ranks, small, fused, repeat=repeat)
+    rows = [["peer", "rate / DDP", "rate / ZeroRedundancyOptimizer", "peak memory / DDP", "state", "sent"]]
+    for name in names:
+        relative = [
+            quartiles([r.seconds / t.seconds for r, t in zip(turns[reference], turns[name], strict=True)])
+            for reference in ("DDP", "DDP + ZeroRedundancyOptimizer")
+        ]
+        found = counts[name]
+        peak = found["peak"] / counts["DDP"]["peak"]
+        rows.append([name, *relative, f"{peak:.2f}", f"{found['state']:.3f}", f"{found['sent']:.3f}"])
+    return in_table(rows) + remark
+
+
 def main() -> None:
     options_parser = parser(__doc__)
     options_parser.set_defaults(repeat=15)
+    options_parser.add_argument(
+        "--optimizers", nargs="+", default=["plain", "fused"], choices=["plain", "fused"], help="AdamW's variants"
+    )
     options = options_parser.parse_args()
     for ranks in options.ranks:
-        names, remark = [*PEERS], ""
-        counts = {}
-        for name in (*PEERS, OVERLAPPED):
-            note(f"{ranks} ranks: memory and bytes of {name}")
-            try:
-                measured = run_ranks(count, ranks, name, options.small, timeout=120, env=OVER_TCP)
-            except Exception as error:
-                if name != OVERLAPPED:
-                    raise
-                remark = f"\nZeroRedundancyOptimizer, overlapped: {str(error.__cause__ or error).splitlines()[0]}"
-                continue
-            counts[name] = measured[0] | {"peak": max(m["peak"] for m in measured)}
-        if OVERLAPPED in counts:
-            names.append(OVERLAPPED)
-        turns = race({n: partial(step_of, n) for n in names}, ranks, options.small, repeat=options.repeat)
-        rows = [["peer", "rate / DDP", "rate / ZeroRedundancyOptimizer", "peak memory / DDP", "state", "sent"]]
-        for name in names:
-            relative = [
-                quartiles([r.seconds / t.seconds for r, t in zip(turns[reference], turns[name], strict=True)])
-                for reference in ("DDP", "DDP + ZeroRedundancyOptimizer")
-            ]
-            found = counts[name]
-            peak = found["peak"] / counts["DDP"]["peak"]
-            rows.append([name, *relative, f"{peak:.2f}", f"{found['state']:.3f}", f"{found['sent']:.3f}"])
-        print(f"\n## {ranks} ranks\n\n{in_table(rows)}{remark}", flush=True)
+        for variant in options.optimizers:
+            rows = measure(ranks, options.small, variant == "fused", options.repeat)
+            print(f"\n## {ranks} ranks, {variant} AdamW\n\n{rows}", flush=True)
 
 
 if __name__ == "__main__":

@@ -495,11 +495,13 @@ class Backend(ABC):
 
     @abstractmethod
     @communicates
-    def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending: ...
+    def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
+        """Starts :meth:`all_reduce`. ``tensor`` must not be changed before ``wait()``."""
 
     @abstractmethod
     @communicates
-    def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending: ...
+    def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
+        """Starts :meth:`all_gather`. ``tensor`` must not be changed before ``wait()``."""
 
     @communicates
     def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
@@ -514,7 +516,8 @@ class Backend(ABC):
 
     @abstractmethod
     @communicates
-    def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending: ...
+    def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
+        """Starts :meth:`reduce_scatter`. ``tensor`` must not be changed before ``wait()``."""
 
     @communicates
     def start_reduce_scatter_into(

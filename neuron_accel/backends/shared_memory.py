@@ -51,6 +51,8 @@ _DIRECT = 1 << 15  # bytes up to which every rank sums everything itself, which 
 
 Consume = Callable[[list[torch.Tensor]], None]
 """Receives the bytes that each rank of the group has sent, in their order."""
+Part = tuple[int, torch.Tensor]
+"""What other ranks read of a rank's bytes: a contiguous tensor, and where it begins, a multiple of its element size."""
 
 
 class _TimeSpec(ctypes.Structure):
@@ -384,7 +386,7 @@ class SharedMemory:
 
         def add_part(sent: list[torch.Tensor]) -> None:
             sum_rows_into(mine, [row.view(tensor.dtype)[parts[self._index]] for row in sent])
-            self._post(gathering, [mine])
+            self._post(gathering, [(0, mine)])
 
         def gather(sent: list[torch.Tensor]) -> None:
             for place in self._others:
@@ -395,7 +397,7 @@ class SharedMemory:
             gathering = Operation(self, "all_reduce", _kind("second exchange", tensor.dtype, tensor.numel()), gather)
             self._under_way.append(summing)
             self._under_way.append(gathering)
-            self._post(summing, [tensor])
+            self._post(summing, [(0, tensor)])
             self._progress()
         return gathering
 
@@ -443,16 +445,21 @@ class SharedMemory:
 
         if parts[self._index].data_ptr() != own.data_ptr():
             parts[self._index].copy_(own)
-        return self._start("all_to_all", tensor, read, head=head, uneven=True)
+        return self._start("all_to_all", tensor, read, [(0, head), (_above(head.numel()), tensor)], uneven=True)
 
     def reduce_scatter(self, out: torch.Tensor, rows: torch.Tensor, scale: float = 1.0) -> Operation:
         """Starts to sum ``rows``, ``[size of the group, n]`` and contiguous, over the group. ``out``, ``[n]``, receives
-        the row of this rank, see :func:`sum_rows_into`."""
+        the row of this rank, see :func:`sum_rows_into`. ``rows`` must not be changed before the operation is complete:
+        this rank's own row is not copied."""
+        own, width = self._index, rows[0].nbytes
 
         def add(sent: list[torch.Tensor]) -> None:
-            sum_rows_into(out, [each.view(rows.dtype).view(rows.shape)[self._index] for each in sent], scale)
+            terms = [each.view(rows.dtype).view(rows.shape)[own] for each in sent]
+            terms[own] = rows[own]
+            sum_rows_into(out, terms, scale)
 
-        return self._start("reduce_scatter", rows.view(-1), add)
+        others = [(0, rows[:own].flatten()), ((own + 1) * width, rows[own + 1 :].flatten())]
+        return self._start("reduce_scatter", rows.view(-1), add, parts=others)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Operation:
         """Starts to send ``tensor``, flat and contiguous, from the rank at position ``source`` to all others."""
@@ -474,34 +481,33 @@ class SharedMemory:
         name: str,
         tensor: torch.Tensor,
         consume: Consume,
-        head: torch.Tensor | None = None,
+        parts: Sequence[Part] | None = None,
         uneven: bool = False,
     ) -> Operation:
+        """Starts an operation on ``tensor``, of which the other ranks read ``parts``; all of it by default."""
         with self._lock:
             kind = _kind(name, tensor.dtype, None if uneven else tensor.numel())
             operation = Operation(self, name, kind, consume)
             self._under_way.append(operation)
-            self._post(operation, [tensor] if head is None else [head, tensor])
+            self._post(operation, [(0, tensor)] if parts is None else parts)
             self._progress()
         return operation
 
-    def _post(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies what this rank sends into its memory. All but the last tensor are aligned to cache lines."""
+    def _post(self, operation: Operation, parts: Sequence[Part]) -> None:
+        """Copies what this rank sends into its memory."""
         self._check()
         last = operation.number - ENTRIES  # had the same entry
         while self._under_way[0].number <= last:
             self.complete(self._under_way[0])
         self._wait_until(lambda ledger: ledger.completed > last, operation)
-        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        starts = [0, *accumulate(_above(size) for size in sizes[:-1])]
-        total = starts[-1] + sizes[-1]
+        total = max(place + tensor.nbytes for place, tensor in parts)
         arena, begin = self._arenas.take(total, operation.number, self._completed_by_all)
         memory = self._arenas.memories[arena]
         self._arenas_of[self._index][arena] = memory
-        for start, size, tensor in zip(starts, sizes, tensors, strict=True):
-            if size:
+        for place, tensor in parts:
+            if tensor.numel():
                 with _disable_current_modes():
-                    memory.bytes(begin + start, size).view(tensor.dtype).copy_(tensor.view(-1))
+                    memory.bytes(begin + place, tensor.nbytes).view(tensor.dtype).copy_(tensor.view(-1))
         entry = Entry(operation.kind, arena, begin, total, memory.file, memory.size)
         self._ledgers[self._index].post(operation.number, entry)
 
