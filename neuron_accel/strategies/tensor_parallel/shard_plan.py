@@ -327,6 +327,7 @@ def _check_padding(architecture: Architecture, shard_plans: list[ShardPlan], spl
         pattern: heads.intersection(style.units_of_blocks) for pattern, style in architecture.plan.styles.items()
     }
     of_heads = {fqn for pattern, names in counted.items() if names for fqn, _ in architecture.find(pattern)}
+    regions = architecture.regions
     for shard_plan in shard_plans:
         if shard_plan.kind == "spanning" and shard_plan.split is None and uneven_heads:
             raise _no_padding(architecture, shard_plan.fqn, "it uses the features of all heads at once")
@@ -338,17 +339,12 @@ def _check_padding(architecture: Architecture, shard_plans: list[ShardPlan], spl
             )
         if shard_plan.fqn in of_heads or not any(layout.padded for layout in shard_plan.layouts.values()):
             continue
-        region = _region_around(architecture, shard_plan.fqn)
+        region = next((module for name, module in regions if shard_plan.fqn.startswith(name + ".")), None)
         activation = next(
             (getattr(region, name) for name in _ACTIVATIONS if callable(getattr(region, name, None))), None
         )
         if activation is None or bool(activation(torch.zeros(1)).any()):
             raise _no_padding(architecture, shard_plan.fqn, "its activation may not map zero to zero")
-
-
-def _region_around(architecture: Architecture, fqn: str) -> nn.Module | None:
-    inside = [module for name, module in architecture.regions if fqn.startswith(name + ".")]
-    return inside[0] if inside else None
 
 
 def _no_padding(architecture: Architecture, fqn: str, why: str) -> LayoutError:
