@@ -108,6 +108,23 @@ def test_memory_is_used_again():
         assert sizes[-1] <= 24 << 20  # of 126 MiB that were sent
 
 
+def scattered(numel: int) -> tuple[float, int]:
+    """Sum of a row over the ranks, and bytes of the memory that this rank has written to."""
+    backend, group = connect()
+    rows = torch.arange(3.0).repeat_interleave(numel) + group.index
+    total = backend.reduce_scatter(rows, group)
+    assert total.eq(total[0]).all()
+    (memory,) = backend._memories.values()
+    return total[0].item(), sum(os.stat(arena.file).st_blocks * 512 for arena in memory._arenas.memories)
+
+
+def test_a_reduce_scatter_copies_what_other_ranks_read():
+    numel, page = 1 << 19, 4096
+    for rank, (total, written) in enumerate(run_ranks(scattered, 3, numel)):
+        assert total == 3 * rank + 0 + 1 + 2
+        assert 2 * 4 * numel <= written <= 2 * 4 * numel + 2 * page
+
+
 def odd_sums(numel: int) -> list[float]:
     backend, group = connect()
     generator = torch.Generator().manual_seed(backend.rank)
