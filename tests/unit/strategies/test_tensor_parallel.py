@@ -28,6 +28,7 @@ from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.errors import LayoutError, PlanError, UnsupportedModelError
 from neuron_accel.models import architecture_of, colwise, known_model_types, plan_for
+from neuron_accel.models.architecture import Architecture
 from neuron_accel.models.plan import matches
 from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin
 from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
@@ -229,6 +230,18 @@ def test_features_are_padded_where_zero_stays_zero() -> None:
     assert "activation" in error.value.why
     assert _layouts(_gpt2(n_inner=30), 4)["transformer.h.0.mlp.c_fc.weight"].local_shape == (32, 8)
     assert _layouts(_gpt2(), 8)["transformer.h.0.mlp.c_fc.weight"].local_shape == (32, 16)
+
+
+def test_a_model_is_searched_as_often_with_more_blocks(monkeypatch) -> None:
+    searches = []
+    find = Architecture.find
+    monkeypatch.setattr(Architecture, "find", lambda self, pattern: searches.append(pattern) or find(self, pattern))
+    counts = []
+    for blocks in (2, 6):
+        searches.clear()
+        _layouts(_llama(intermediate_size=42, num_hidden_layers=blocks), 4)
+        counts.append(len(searches))
+    assert 0 < counts[0] == counts[1]
 
 
 def test_gpt2_xl_heads_on_eight_ranks() -> None:
