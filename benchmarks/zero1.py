@@ -19,7 +19,7 @@ torch's ZeroRedundancyOptimizer refuses its overlapped variant on gloo; where it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -252,13 +252,13 @@ def measure(ranks: int, small: bool, fused: bool, repeat: int) -> str:
     return in_table(rows) + remark
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     options_parser = parser(__doc__)
     options_parser.set_defaults(repeat=15)
     options_parser.add_argument(
         "--optimizers", nargs="+", default=["plain", "fused"], choices=["plain", "fused"], help="AdamW's variants"
     )
-    options = options_parser.parse_args()
+    options = options_parser.parse_args(arguments)
     for ranks in options.ranks:
         for variant in options.optimizers:
             rows = measure(ranks, options.small, variant == "fused", options.repeat)
