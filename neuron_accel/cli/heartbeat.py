@@ -88,6 +88,19 @@ class Link:
         self._connection.sendall(head + content + self._sign(self._mine, self._sent, head + content))
         self._sent += 1
 
+    def leave(self, content: bytes) -> None:
+        """Sends :data:`LEAVE`, the last message, and waits up to :data:`PAUSE_S` until the other side has closed.
+
+        Closing a connection while something is unread resets it, and the other side may then lose what it has not read
+        either.
+        """
+        self.send(LEAVE, content)
+        self._connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + PAUSE_S
+        with contextlib.suppress(OSError):
+            while _receive(self._connection, LARGEST, deadline):
+                pass
+
     def receive(self, seconds: float) -> Message:
         """The next message.
 
@@ -229,6 +242,7 @@ class Heartbeat:
         self._lost_after, self._grace, self._interface = lost_after, grace, interface
         self._over, self._lost, self._has_said = threading.Event(), threading.Event(), threading.Event()
         self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
         self._machines: dict[int, _Machine] = {}
         self._strangers = threading.Semaphore(STRANGERS)
 
@@ -241,12 +255,15 @@ class Heartbeat:
         if self._node_rank == 0:
             self._secret.make()
         self._secret.read()
-        self._threads = [self._start(work) for work in self._works()]
+        for work in self._works():
+            self._start(work)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._over.set()
-        for thread in list(self._threads):
+        with self._lock:
+            threads = self._threads
+        for thread in threads:
             thread.join(timeout=2 * PAUSE_S)
         self._secret.remove()
 
@@ -257,6 +274,8 @@ class Heartbeat:
     def _start(self, target: Callable[..., None], *arguments: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=arguments, daemon=True, name="neuron_accel_heartbeat")
         thread.start()
+        with self._lock:
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         return thread
 
     # ---- machine 0 ---------------------------------------------------------------------------------------------------
@@ -283,8 +302,7 @@ class Heartbeat:
                 if not self._strangers.acquire(blocking=False):
                     connection.close()
                     continue
-                self._threads = [thread for thread in self._threads if thread.is_alive()]
-                self._threads.append(self._start(self._admit, connection, str(other[0]), port))
+                self._start(self._admit, connection, str(other[0]), port)
 
     def _may_enter(self, number: int) -> bool:
         """Whether a machine with this number may connect to this one."""
@@ -407,7 +425,7 @@ class Heartbeat:
                         self._end_ranks(number, f"sent no heartbeat for {self._lost_after:g} s")
                     return False  # it has another connection
             self._tell(link, told)
-            link.send(LEAVE, self._farewell())
+            link.leave(self._farewell())
         except OSError:  # the connection has ended, maybe after a last message that was not read
             return self._read_leave(link, number) or self._over.is_set()
         except Refused:

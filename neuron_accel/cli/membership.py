@@ -411,7 +411,7 @@ class Membership(Heartbeat):
             with self._changed:
                 self._port = int(listener.getsockname()[1])
                 self._addresses[self.machine] = (self._host, self._port)
-            self._threads.append(self._start(self._accept, listener))
+            self._start(self._accept, listener)
             return
 
     def _leave(self, number: int, machine: heartbeat._Machine, leaves: bool) -> None:
@@ -562,7 +562,7 @@ class Membership(Heartbeat):
         """Ends the ranks that run now, in a thread, and none of a later start."""
         ranks = self._find_ranks()
         self._send_signal(signal.SIGTERM)
-        self._threads.append(self._start(self._kill, ranks))
+        self._start(self._kill, ranks)
 
     def _kill(self, ranks: list[psutil.Process]) -> None:
         deadline = time.monotonic() + self._grace

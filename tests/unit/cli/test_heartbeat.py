@@ -15,7 +15,7 @@ import pytest
 
 from neuron_accel.backends.select import Decision
 from neuron_accel.cli import heartbeat
-from neuron_accel.cli.heartbeat import LEAVE, STATUS, Heartbeat, Refused, admit, introduce
+from neuron_accel.cli.heartbeat import BEAT, LEAVE, STATUS, Heartbeat, Refused, admit, introduce
 from neuron_accel.cli.host import Host, listen
 from neuron_accel.cli.launch_plan import LaunchRequest, check_request, plan_launch
 from neuron_accel.cli.run_secret import VARIABLE, RunSecret, take_secret
@@ -107,6 +107,20 @@ def test_a_last_message_counts_although_the_connection_has_ended_since():
     assert beats._watch(zero, 7, heartbeat._Machine(heard=time.monotonic()))
     assert beats.gone == {7}
     left.close()
+
+
+def test_a_last_message_arrives_although_its_sender_has_not_read_everything():
+    """Closing such a connection resets it, and drops what the system has not sent yet."""
+    for _ in range(5):
+        zero, one, left, right = pair(tcp_pair)
+        one.send(BEAT)
+        for _ in range(3):
+            zero.send(BEAT)
+        zero.leave(b"1")
+        left.close()
+        kinds = [one.receive(5).kind for _ in range(4)]
+        assert kinds == [BEAT, BEAT, BEAT, LEAVE]
+        right.close()
 
 
 def test_machine_0_whose_connection_ends_is_lost(machines):
@@ -211,9 +225,15 @@ def test_machines_that_do_not_share_the_secret_say_so_and_go_on(machines, capsys
     assert "0123456789abcdef" not in said
 
 
-def pair():
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        right = socket.create_connection(server.getsockname())
+        return server.accept()[0], right
+
+
+def pair(make=socket.socketpair):
     """Both sides of a connection that has been authenticated, and their sockets."""
-    left, right = socket.socketpair()
+    left, right = make()
     found = {}
     thread = threading.Thread(target=lambda: found.update(zero=admit(left, SECRET, RUN)))
     thread.start()
