@@ -80,6 +80,7 @@ class Status:
     Args:
         machine: its number.
         launcher: its name, chosen at random: another launcher with the same number has another one.
+        version: counts the changes of what this launcher says; over two connections they may arrive in another order.
         follows: the machine that it takes for the leader.
         port: where it listens; 0: nowhere yet.
         waits: number of the start after which it waits for the next one; None: its ranks run.
@@ -91,6 +92,7 @@ class Status:
 
     machine: int
     launcher: str
+    version: int
     follows: int
     port: int
     waits: int | None
@@ -121,7 +123,7 @@ def read_status(content: bytes) -> Status:
         status = Status(**{**found, "view": View(**view), "notes": Notes(fits=fits, accumulates=notes["accumulates"])})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Refused from error
-    numbers = (status.machine, status.follows, status.port, status.view.number, status.view.leader)
+    numbers = (status.machine, status.version, status.follows, status.port, status.view.number, status.view.leader)
     if not all(isinstance(number, int) for number in numbers):
         raise Refused
     return status
@@ -183,6 +185,7 @@ class Membership(Heartbeat):
         self._is_refused = False
         self._waits: int | None = None
         self._notes = Notes()
+        self._said: Status | None = None
         self._host, self._port = (address[0], address[1]) if node_rank == 0 else ("", 0)
         self._addresses: dict[int, tuple[str, int]] = {0: address}
         self._heard_leader = time.monotonic()
@@ -437,6 +440,7 @@ class Membership(Heartbeat):
             status = Status(
                 machine=self.machine,
                 launcher=self._name,
+                version=self._said.version if self._said is not None else 0,
                 follows=self._leader,
                 port=self._port,
                 waits=self._waits,
@@ -444,10 +448,13 @@ class Membership(Heartbeat):
                 addresses=dict(self._addresses),
                 notes=self._best_notes(),
                 refused=tuple(sorted(self._refused)),
-            ).to_bytes()
-        if status != told:
-            link.send(STATUS, status)
-        return status
+            )
+            if status != self._said:
+                self._said = dataclasses.replace(status, version=status.version + 1)
+            content = self._said.to_bytes()
+        if content != told:
+            link.send(STATUS, content)
+        return content
 
     def _hear(self, number: int, link: Link, message: Message) -> None:
         with self._changed:
@@ -471,6 +478,9 @@ class Membership(Heartbeat):
             if self._name in status.refused:
                 self._is_refused = True
             if not self._is_known_launcher(number, status):
+                return
+            known = self._peers.get(number)
+            if known is not None and known.launcher == status.launcher and known.version > status.version:
                 return
             self._peers[number] = status
             self._merge(status.notes)

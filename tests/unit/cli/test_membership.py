@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import threading
@@ -254,7 +255,7 @@ def test_a_machine_that_was_started_again_is_taken_in_at_the_next_restart(run, n
     leader = left[0].machine
     assert {view.machines for view in restart(left)} == {tuple(m.machine for m in left)}
     back = run.launch(number, nnodes=3)
-    until(lambda: left[0]._peers.get(number) and left[0]._peers[number].waits == 2)
+    until(lambda: left[0]._is_open(number) and left[0]._peers[number].waits == 2)
     assert back.outcome is None
     assert "it waits for the next restart" in capsys.readouterr().err
     for machine in left:
@@ -305,6 +306,17 @@ def test_a_machine_that_the_mesh_does_not_need_waits(run):
     assert machines[2].outcome is None
     machines[1].die()
     assert machines[0].begin().end().machines == machines[2].end().machines == (0, 2)
+
+
+def test_of_what_a_launcher_says_the_latest_counts(run):
+    """Over two connections it may arrive in another order."""
+    zero = run(2)[0]
+    until(lambda: (one := zero._peers[1]).view.number == 1 and one.waits is None and len(one.addresses) == 2)
+    latest = zero._peers[1]
+    zero._take(1, dataclasses.replace(latest, version=latest.version - 1, waits=5))
+    assert zero._peers[1] == latest
+    zero._take(1, dataclasses.replace(latest, version=latest.version + 1, waits=5))
+    assert zero._peers[1].waits == 5
 
 
 def test_notes_of_machine_0_outlive_it(run):
@@ -358,6 +370,7 @@ def test_a_status_is_read_as_it_was_written():
     given = Status(
         machine=1,
         launcher="a",
+        version=7,
         follows=1,
         port=2,
         waits=None,
