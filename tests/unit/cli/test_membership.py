@@ -131,6 +131,11 @@ def until(condition, seconds=30):
         time.sleep(0.01)
 
 
+def waits(leader, machine, *, after):
+    """Whether a machine waits for the start after that one, as far as the leader knows, and is connected to it."""
+    return leader._is_open(machine) and leader._peers[machine].waits == after
+
+
 def restart(machines):
     """What the launchers come to whose ranks have failed."""
     for machine in machines:
@@ -241,7 +246,7 @@ def test_machine_0_is_only_slow_and_waits_for_the_next_restart(run):
     assert not zero._leads
     assert zero.signals  # its ranks have ended
     zero.begin()
-    until(lambda: one._peers[0].waits == 2)
+    until(lambda: waits(one, 0, after=2))
     found = [one.begin(), two.begin(), zero]
     assert {(m.end().leader, m.end().machines) for m in found} == {(1, (0, 1, 2))}
     assert one.outcome.why == "all 3 machines continue"
@@ -255,7 +260,7 @@ def test_a_machine_that_was_started_again_is_taken_in_at_the_next_restart(run, n
     leader = left[0].machine
     assert {view.machines for view in restart(left)} == {tuple(m.machine for m in left)}
     back = run.launch(number, nnodes=3)
-    until(lambda: left[0]._is_open(number) and left[0]._peers[number].waits == 2)
+    until(lambda: waits(left[0], number, after=2))
     assert back.outcome is None
     assert "it waits for the next restart" in capsys.readouterr().err
     for machine in left:
@@ -290,7 +295,7 @@ def test_a_machine_that_is_started_again_at_once_ends_the_ranks_of_the_others(ru
     one.die()
     until(lambda: not zero._is_open(1))
     back = run.launch(1, nnodes=3)
-    until(lambda: zero.signals and zero._peers[1].waits == 1)
+    until(lambda: zero.signals and waits(zero, 1, after=1))
     found = [zero.begin(), two.begin(), back]
     assert {(machine.end().number, machine.end().machines) for machine in found} == {(2, (0, 1, 2))}
 
