@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives between processes of one host through shared memory, without threads and without sockets.
+"""Collectives and messages between processes of one host through shared memory, without threads and without sockets.
 
 Every rank copies what it sends into memory that the others map, and records that in its ledger. A rank completes an
 operation once all ranks of the group have done so, by reading what they sent; a sum reads the other ranks' memory
 directly. An operation makes progress when it is waited for and when a later one is started, so that a rank that
-computes is not interrupted.
+computes is not interrupted. For messages every two ranks have a ledger each: what one sends is copied at once, and read
+when the other one waits for it.
 
 Memory is anonymous (``memfd_create``): it has no name that could be left behind in ``/dev/shm``, and is freed with the
 last process that maps it. Ranks find it through ``/proc``, so they must see each other's processes. A rank that waits
@@ -111,16 +112,20 @@ class Ledger:
     The first line has a counter on which others wait, the second the number of operations that this rank has completed.
     Each operation has an entry: its number plus one, a number that is equal on all ranks if they call the same
     collective, and where what was sent is: arena, position, bytes, and the file and the size of the arena.
+
+    Args:
+        memory: of the rank.
+        place: which of the ledgers in that memory it is, see :func:`_size_of_ledgers`.
     """
 
     SIZE = (3 + ENTRIES) * _LINE
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self._changes = ctypes.c_uint32.from_buffer(memory.map, 0)
-        self._completed = ctypes.c_int64.from_buffer(memory.map, _LINE)
-        self._entries = (ctypes.c_int64 * (ENTRIES * _LINE // 8)).from_buffer(memory.map, 3 * _LINE)
-        self._token = (ctypes.c_char * _LINE).from_buffer(memory.map, 2 * _LINE)
+    def __init__(self, memory: Memory, place: int = 0) -> None:
+        self.memory, begin = memory, place * self.SIZE
+        self._changes = ctypes.c_uint32.from_buffer(memory.map, begin)
+        self._completed = ctypes.c_int64.from_buffer(memory.map, begin + _LINE)
+        self._token = (ctypes.c_char * _LINE).from_buffer(memory.map, begin + 2 * _LINE)
+        self._entries = (ctypes.c_int64 * (ENTRIES * _LINE // 8)).from_buffer(memory.map, begin + 3 * _LINE)
         self._address = ctypes.addressof(self._changes)
 
     @property
@@ -179,8 +184,13 @@ def _c_library() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
+def _size_of_ledgers(ranks: int) -> int:
+    """Bytes of a rank's memory: a ledger for collectives, and one for the messages to and from each rank."""
+    return (1 + ranks) * Ledger.SIZE
+
+
 class Arenas:
-    """This rank's memory for what it sends."""
+    """Memory of this rank for what it sends: in collectives, or in messages to one rank."""
 
     def __init__(self) -> None:
         self.memories = [Memory(_FIRST)]
@@ -235,13 +245,60 @@ class Operation:
         self._transport.complete(self)
 
 
+class Message:
+    """A message that this rank receives.
+
+    Args:
+        transport: of the group.
+        source: position of the rank that sends it.
+        number: counts the messages of that rank to this one.
+        tensor: receives it; flat and contiguous.
+    """
+
+    def __init__(self, transport: SharedMemory, source: int, number: int, tensor: torch.Tensor) -> None:
+        self.source, self.number, self.is_complete = source, number, False
+        self.tensor, self._transport = tensor, transport
+
+    def wait(self) -> None:
+        """Receives this message, and those from the same rank that were started before it.
+
+        Raises:
+            RuntimeError: if the rank has ended, sends another shape or dtype, or does not send in time.
+        """
+        self._transport.complete_message(self)
+
+
+class Sent:
+    """A message that was sent: its tensor was copied."""
+
+    def wait(self) -> None:
+        pass
+
+
+class _Pair:
+    """The messages between this rank and one other.
+
+    Args:
+        mine: ledger of what this rank sends and has received.
+        theirs: that of the other rank.
+    """
+
+    def __init__(self, mine: Ledger, theirs: Ledger) -> None:
+        self.mine, self.theirs = mine, theirs
+        self.sending, self.receiving = threading.Lock(), threading.Lock()
+        self.sent = self.received = 0
+        self.under_way: deque[Message] = deque()
+        self.arenas: Arenas | None = None
+        self.arenas_of_other: dict[int, Memory] = {}
+
+
 class SharedMemory:
-    """Collectives of a group whose ranks are processes of this host. Made by :meth:`connect`.
+    """Collectives and messages of a group whose ranks are processes of this host. Made by :meth:`connect`.
 
     Args:
         index: position of this rank in the group.
         ranks: global ranks of the group, for messages.
-        ledgers: of all ranks of the group; this rank's own is written.
+        ledgers: of all ranks of the group, for collectives; this rank's own is written.
         processes: numbers of the processes.
         watches: file descriptors that become readable when a process ends; -1 for this process.
         arenas: of this rank.
@@ -270,10 +327,10 @@ class SharedMemory:
         self._started = 0
         self._lock = threading.RLock()
         self._failure: str | None = None
-        self._poll = select.poll()
-        for watch in watches:
-            if watch >= 0:
-                self._poll.register(watch, select.POLLIN)
+        self._pairs = {
+            place: _Pair(Ledger(ledgers[index].memory, 1 + place), Ledger(ledgers[place].memory, 1 + index))
+            for place in self._others
+        }
 
     # ---- connecting --------------------------------------------------------------------------------------------------
     @classmethod
@@ -295,7 +352,7 @@ class SharedMemory:
             with suppress(OSError):
                 here = host_of_this_process()
                 arenas = Arenas()
-                ledger = Ledger(Memory(Ledger.SIZE))
+                ledger = Ledger(Memory(_size_of_ledgers(len(ranks))))
                 ledger.token = secrets.token_hex(16).encode()
         mine = None
         if ledger is not None and arenas is not None:
@@ -313,7 +370,7 @@ class SharedMemory:
                     first_arenas.append(arenas.memories[0])
                     continue
                 watches.append(os.pidfd_open(process))
-                ledgers.append(Ledger(Memory(Ledger.SIZE, f"/proc/{process}/fd/{files[0]}")))
+                ledgers.append(Ledger(Memory(_size_of_ledgers(len(ranks)), f"/proc/{process}/fd/{files[0]}")))
                 first_arenas.append(Memory(_FIRST, f"/proc/{process}/fd/{files[1]}"))
                 if ledgers[-1].token != token:
                     raise OSError(f"the memory of process {process} is not the expected one")
@@ -350,19 +407,21 @@ class SharedMemory:
                 with suppress(OSError, RuntimeError):
                     self._progress()
                 mine = self._ledgers[self._index].completed
-                for place in self._others:
-                    self._linger(place, mine, deadline)
+                for place, pair in self._pairs.items():
+                    self._linger(place, self._ledgers[place], mine, deadline)
+                    self._linger(place, pair.theirs, pair.sent, deadline)
             self._failure = "it was shut down"
         for watch in self._watches:
             if watch >= 0:
                 with suppress(OSError):
                     os.close(watch)
-        self._arenas.close()
+        for arenas in (self._arenas, *(pair.arenas for pair in self._pairs.values())):
+            if arenas is not None:
+                arenas.close()
         self._ledgers[self._index].memory.close()
 
-    def _linger(self, place: int, completed: int, deadline: float) -> None:
+    def _linger(self, place: int, ledger: Ledger, completed: int, deadline: float) -> None:
         """Waits until the rank at ``place`` has completed as many operations, or has ended."""
-        ledger = self._ledgers[place]
         while not self._has_ended(place) and time.monotonic() < deadline:
             seen = ledger.changes
             if ledger.completed >= completed:
@@ -470,6 +529,53 @@ class SharedMemory:
 
         return self._start("broadcast", tensor if source == self._index else tensor[:0], read, uneven=True)
 
+    # ---- messages ----------------------------------------------------------------------------------------------------
+    def send(self, tensor: torch.Tensor, target: int) -> Sent:
+        """Sends ``tensor``, flat and contiguous, to the rank at position ``target``, which receives as many elements of
+        the same dtype. Waits only if :data:`ENTRIES` messages to that rank have not been read."""
+        pair, what = self._pairs[target], "send"
+        with pair.sending:
+            self._check()
+            number, pair.sent = pair.sent, pair.sent + 1
+            self._wait_for(target, pair.theirs, lambda ledger: ledger.completed > number - ENTRIES, what)
+            pair.arenas = pair.arenas or Arenas()
+            kind = _kind("message", tensor.dtype, tensor.numel())
+            pair.mine.post(number, _copied(pair.arenas, kind, number, [(0, tensor)], lambda: pair.theirs.completed))
+        return Sent()
+
+    def receive(self, tensor: torch.Tensor, source: int) -> Message:
+        """Starts to receive in ``tensor``, flat and contiguous, what the rank at position ``source`` sends to this
+        one."""
+        pair = self._pairs[source]
+        with pair.receiving:
+            message = Message(self, source, pair.received, tensor)
+            pair.received += 1
+            pair.under_way.append(message)
+        return message
+
+    def complete_message(self, message: Message) -> None:
+        """Receives a message and those from the same rank before it; see :meth:`Message.wait` for errors."""
+        pair = self._pairs[message.source]
+        with pair.receiving:
+            while not message.is_complete:
+                self._check()
+                first = pair.under_way[0]
+                number, tensor = first.number, first.tensor
+                self._wait_for(message.source, pair.theirs, lambda ledger, n=number: ledger.posted(n), "receive")  # type: ignore[misc]
+                entry = pair.theirs.entry(number)
+                if entry.kind != _kind("message", tensor.dtype, tensor.numel()):
+                    self._failure = (
+                        f"connection of rank {self._ranks[self._index]}: rank {self._ranks[message.source]} sends "
+                        f"another shape or dtype than {tensor.numel()} elements of {tensor.dtype}"
+                    )
+                    raise RuntimeError(self._failure)
+                sent = self._find(entry, pair.arenas_of_other, message.source, "receive")
+                with _disable_current_modes():
+                    tensor.copy_(sent.view(tensor.dtype))
+                pair.under_way.popleft()
+                first.is_complete = True
+                pair.mine.complete(number)
+
     # ---- implementation ----------------------------------------------------------------------------------------------
     def next_number(self) -> int:
         """Returns the number of the next operation."""
@@ -500,15 +606,8 @@ class SharedMemory:
         while self._under_way[0].number <= last:
             self.complete(self._under_way[0])
         self._wait_until(lambda ledger: ledger.completed > last, operation)
-        total = max(place + tensor.nbytes for place, tensor in parts)
-        arena, begin = self._arenas.take(total, operation.number, self._completed_by_all)
-        memory = self._arenas.memories[arena]
-        self._arenas_of[self._index][arena] = memory
-        for place, tensor in parts:
-            if tensor.numel():
-                with _disable_current_modes():
-                    memory.bytes(begin + place, tensor.nbytes).view(tensor.dtype).copy_(tensor.view(-1))
-        entry = Entry(operation.kind, arena, begin, total, memory.file, memory.size)
+        entry = _copied(self._arenas, operation.kind, operation.number, parts, self._completed_by_all)
+        self._arenas_of[self._index][entry.arena] = self._arenas.memories[entry.arena]
         self._ledgers[self._index].post(operation.number, entry)
 
     def _completed_by_all(self) -> int:
@@ -547,41 +646,61 @@ class SharedMemory:
                 f"connection of rank {self._ranks[self._index]}: rank {self._ranks[place]} calls another collective, "
                 f"or with another shape or dtype, while this rank calls {operation.name}"
             )
-        arenas = self._arenas_of[place]
+        return self._find(entry, self._arenas_of[place], place, operation.name)
+
+    def _find(self, entry: Entry, arenas: dict[int, Memory], place: int, what: str) -> torch.Tensor:
+        """Returns the bytes of an entry of the rank at ``place``; ``arenas`` are those of it that are mapped."""
         if entry.arena not in arenas:
             try:
                 arenas[entry.arena] = Memory(entry.arena_size, f"/proc/{self._processes[place]}/fd/{entry.file}")
             except OSError:  # it has ended, and its files are closed
-                self._fail("connection closed by peer: its process has ended", place, operation)
+                self._fail("connection closed by peer: its process has ended", place, what)
         return arenas[entry.arena].bytes(entry.start, entry.size)
 
     def _wait_until(self, holds: Callable[[Ledger], bool], operation: Operation) -> None:
         """Waits until ``holds`` is true of the ledger of every rank."""
-        deadline = None
         for place in self._others:
-            ledger = self._ledgers[place]
-            while True:
-                seen = ledger.changes
-                if holds(ledger):
-                    break
-                now = time.monotonic()
-                deadline = now + self._timeout.total_seconds() if deadline is None else deadline
-                if now > deadline:
-                    self._fail(f"timed out after {self._timeout.total_seconds():g} s", place, operation)
-                ledger.wait(seen, _CHECKS)
-                if ledger.changes == seen and not holds(ledger) and self._has_ended(place):
-                    self._fail("connection closed by peer: its process has ended", place, operation)
+            self._wait_for(place, self._ledgers[place], holds, operation.name)
+
+    def _wait_for(self, place: int, ledger: Ledger, holds: Callable[[Ledger], bool], what: str) -> None:
+        """Waits until ``holds`` is true of a ledger of the rank at ``place``."""
+        deadline = None
+        while True:
+            seen = ledger.changes
+            if holds(ledger):
+                return
+            now = time.monotonic()
+            deadline = now + self._timeout.total_seconds() if deadline is None else deadline
+            if now > deadline:
+                self._fail(f"timed out after {self._timeout.total_seconds():g} s", place, what)
+            ledger.wait(seen, _CHECKS)
+            if ledger.changes == seen and not holds(ledger) and self._has_ended(place):
+                self._fail("connection closed by peer: its process has ended", place, what)
 
     def _has_ended(self, place: int) -> bool:
-        return any(descriptor == self._watches[place] for descriptor, _ in self._poll.poll(0))
+        poll = select.poll()
+        poll.register(self._watches[place], select.POLLIN)
+        return bool(poll.poll(0))
 
-    def _fail(self, what: str, place: int, operation: Operation) -> NoReturn:
-        self._failure = f"{what} (rank {self._ranks[place]}, in {operation.name})"
+    def _fail(self, what: str, place: int, operation: str) -> NoReturn:
+        self._failure = f"{what} (rank {self._ranks[place]}, in {operation})"
         raise RuntimeError(self._failure)
 
     def _check(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"connection of the group is closed: {self._failure}")
+
+
+def _copied(arenas: Arenas, kind: int, number: int, parts: Sequence[Part], completed: Callable[[], int]) -> Entry:
+    """Copies what operation ``number`` sends into ``arenas``, see :meth:`Arenas.take`; returns its entry."""
+    total = max(place + tensor.nbytes for place, tensor in parts)
+    arena, begin = arenas.take(total, number, completed)
+    memory = arenas.memories[arena]
+    for place, tensor in parts:
+        if tensor.numel():
+            with _disable_current_modes():
+                memory.bytes(begin + place, tensor.nbytes).view(tensor.dtype).copy_(tensor.view(-1))
+    return Entry(kind, arena, begin, total, memory.file, memory.size)
 
 
 def _above(size: int) -> int:

@@ -449,13 +449,10 @@ class TorchBackend(Backend):
         result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if not tensor.numel():
             return Done(result)
-        target = group.ranks[(group.index + shift) % group.size]
+        target = (group.index + shift) % group.size
         outgoing, incoming = _flat(tensor), _flat(result)
-        handle = self._of(tensor, group)
-        sent = dist.P2POp(dist.isend, outgoing, target, handle)
-        received = dist.P2POp(dist.irecv, incoming, group.ranks[source], handle)
         return self._start(
-            "permute", group, lambda: _Both(dist.batch_isend_irecv([sent, received]), outgoing), lambda: result
+            "permute", group, lambda: self._permute(incoming, outgoing, group, target, source), lambda: result
         )
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
@@ -494,7 +491,7 @@ class TorchBackend(Backend):
         return self._start(
             "send",
             group,
-            lambda: dist.isend(buffer, group.ranks[target], group=self._of(buffer, group)),
+            lambda: self._send(buffer, group, target),
             lambda: shared,
         )
 
@@ -508,7 +505,7 @@ class TorchBackend(Backend):
         return self._start(
             "receive",
             group,
-            lambda: dist.irecv(buffer, group.ranks[source], group=self._of(buffer, group)),
+            lambda: self._receive(buffer, group, source),
             lambda: result,
         )
 
@@ -606,6 +603,27 @@ class TorchBackend(Backend):
             shared.broadcast(tensor, source).wait()
         else:
             dist.broadcast(tensor, group.ranks[source], group=self._of(tensor, group))
+
+    def _send(self, tensor: torch.Tensor, group: Group, target: int) -> Any:
+        shared = self._shared(tensor, group)
+        if shared is not None:
+            return shared.send(tensor, target)
+        return dist.isend(tensor, group.ranks[target], group=self._of(tensor, group))
+
+    def _receive(self, tensor: torch.Tensor, group: Group, source: int) -> Any:
+        shared = self._shared(tensor, group)
+        if shared is not None:
+            return shared.receive(tensor, source)
+        return dist.irecv(tensor, group.ranks[source], group=self._of(tensor, group))
+
+    def _permute(self, out: torch.Tensor, tensor: torch.Tensor, group: Group, target: int, source: int) -> Any:
+        if self._shared(tensor, group) is not None:
+            self._send(tensor, group, target)
+            return self._receive(out, group, source)
+        handle = self._of(tensor, group)
+        sent = dist.P2POp(dist.isend, tensor, group.ranks[target], handle)
+        received = dist.P2POp(dist.irecv, out, group.ranks[source], handle)
+        return _Both(dist.batch_isend_irecv([sent, received]), tensor)
 
     def _start(self, op: str, group: Group, issue: Callable[[], Any], finish: Callable[[], torch.Tensor]) -> Pending:
         with self._reported(op, group):

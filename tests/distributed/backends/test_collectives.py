@@ -78,6 +78,19 @@ def moves_uneven_rows(backend, group, dtype: torch.dtype) -> None:
     same(backend.all_to_all_uneven(torch.cat(split[rank]).to(backend.device), group, sent, received), expected)
 
 
+def sends_to_everyone(backend, group, dtype: torch.dtype) -> None:
+    """Three messages to each rank, of which the last one is waited for first."""
+    shapes, others = [(2, 3), (5,), (1, 2, 4)], [i for i in range(group.size) if i != group.index]
+    pending = [(o, shape, backend.start_receive(shape, dtype, group, o)) for shape in shapes for o in others]
+    sent = [data(100 * backend.rank + o, dtype, shape).to(backend.device) for shape in shapes for o in others]
+    sending = [backend.start_send(x, group, o) for x, o in zip(sent, others * len(shapes), strict=True)]
+    for x, each in zip(sent, sending, strict=True):
+        each.wait()
+        x.zero_()  # what was waited for may be changed
+    for other, shape, receiving in reversed(pending):
+        same(receiving.wait(), data(100 * other + backend.rank, dtype, shape))
+
+
 def moves(dtypes: list[torch.dtype]) -> None:
     backend, group = connect()
     n, rank = group.size, backend.rank
@@ -94,6 +107,8 @@ def moves(dtypes: list[torch.dtype]) -> None:
             moves_uneven_rows(backend, group, dtype)
         for shift in (1, -1, 2, n, n + 1):
             same(backend.permute(x, group, shift), everyone[(rank - shift) % n])
+        if backend.has_point_to_point:
+            sends_to_everyone(backend, group, dtype)
         for source in range(n):
             same(backend.broadcast(x, group, source), everyone[source])
         same(x, data(rank, dtype))  # nothing above touched its input
@@ -245,6 +260,10 @@ def counted() -> list[tuple[str, str, int, int]]:
         backend.broadcast(x, group, 1)
         backend.chunk(x, group)
         backend.all_gather_object("x", group)
+        if backend.rank < 2 and backend.has_point_to_point:
+            sending = backend.start_send(x[:3], group, 1 - backend.rank)
+            backend.start_receive((3, 6), x.dtype, group, 1 - backend.rank).wait()
+            sending.wait()
     backend.all_reduce(x.clone(), group)
     return [(t.op, t.group, t.size, t.sent) for t in traffic.transfers]
 
@@ -262,6 +281,7 @@ def test_what_is_sent_is_the_least_possible(n):
             ("all_to_all_uneven", "tp", n, (n - 1) * size),
             ("permute", "tp", n, size),
             ("broadcast", "tp", n, size if rank == 1 else 0),
+            *([("send", "tp", n, 72), ("receive", "tp", n, 0)] if rank < 2 else []),
         ]
 
 
@@ -342,6 +362,7 @@ OPERATIONS = {
     "all_to_all": lambda b, g, x: b.all_to_all(x, g),
     "all_to_all_uneven": lambda b, g, x: b.all_to_all_uneven(x, g, *[[3 - 2 * b.rank, 1 + 2 * b.rank]] * 2),
     "permute": lambda b, g, x: b.permute(x, g),
+    "receive": lambda b, g, x: (b.start_send(x, g, 0) if b.rank else b.start_receive([4], x.dtype, g, 1)).wait(),
     "broadcast": lambda b, g, x: b.broadcast(x, g, 1),
     "all_gather_object": lambda b, g, x: b.all_gather_object("x", g),
     "broadcast_object": lambda b, g, x: b.broadcast_object("x", g, 1),
