@@ -182,6 +182,8 @@ def positioned(loader: Any) -> Any:
     are returned unchanged."""
     if not issubclass(type(loader), (DataLoaderShard, DataLoaderDispatcher)):
         return loader
+    if loader.use_stateful_dataloader:  # Accelerate has begun an epoch to get the loader's state: its order is drawn
+        loader.base_dataloader.load_state_dict({})
     return as_mixed(loader, _Positioned)
 
 

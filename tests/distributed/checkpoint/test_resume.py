@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import random
 import re
@@ -231,6 +232,42 @@ def test_a_dispatching_loader_goes_on_where_it_was(tmp_path, samples, after):
         assert len(whole) == -(-samples // 4)
         assert rest == whole[after:]
         assert following == whole
+
+
+# ---- loaders of torchdata that have a state ------------------------------------------------------------------------
+def _shuffled(folder: str, workers: int, dispatch: bool) -> None:
+    """Accelerate begins an epoch to get the state of such a loader, before the generators are set by a load."""
+    from accelerate.utils import DataLoaderConfiguration
+
+    def begin(seed: int) -> tuple[NeuronAccelerator, Any]:
+        configuration = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
+        accelerator = NeuronAccelerator(dataloader_config=configuration)
+        torch.manual_seed(seed)
+        before = multiprocessing.active_children()
+        loader = accelerator.prepare(DataLoader(torch.arange(48), batch_size=4, num_workers=workers, shuffle=True))
+        assert set(multiprocessing.active_children()) <= set(before)  # no workers of an epoch that nobody asked for
+        torch.manual_seed(seed + 10)
+        return accelerator, loader
+
+    accelerator, loader = begin(1)
+    whole = []
+    for batch in loader:
+        whole.append(batch.tolist())
+        if len(whole) == 2:
+            accelerator.save_state(f"{folder}/middle")
+    accelerator.save_state(f"{folder}/end")
+    following = [batch.tolist() for batch in loader]
+    for part, expected in (("middle", [*whole[2:], *following]), ("end", following)):
+        accelerator, loader = begin(2)
+        accelerator.load_state(f"{folder}/{part}")
+        epochs = 2 if part == "middle" else 1
+        assert [batch.tolist() for _ in range(epochs) for batch in loader] == expected, part
+    assert whole != following
+
+
+@pytest.mark.parametrize(("workers", "dispatch"), [(0, False), (2, False), (2, True)])
+def test_a_loader_that_has_a_state_goes_on_in_its_order(tmp_path, workers, dispatch):
+    run_ranks(_shuffled, 2, str(tmp_path), workers, dispatch)
 
 
 # ---- saving in the background ----------------------------------------------------------------------------------------
