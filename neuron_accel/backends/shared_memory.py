@@ -48,6 +48,7 @@ _CHECKS = 0.02  # seconds after which a waiting rank checks that the others are 
 _LINE = 64  # bytes of a cache line, and of an entry of a ledger
 ENTRIES = 2048  # operations whose entries are kept; more cannot be under way
 _FIRST = 64 << 20  # bytes of the first arena, of which memory is taken as it is used
+_NO_MORE = 1 << 62  # number of a message that is never sent
 _DIRECT = 1 << 15  # bytes up to which every rank sums everything itself, which saves one exchange
 
 Consume = Callable[[list[torch.Tensor]], None]
@@ -407,6 +408,8 @@ class SharedMemory:
                 with suppress(OSError, RuntimeError):
                     self._progress()
                 mine = self._ledgers[self._index].completed
+                for pair in self._pairs.values():  # others need not wait until this rank reads more messages
+                    pair.mine.complete(_NO_MORE)
                 for place, pair in self._pairs.items():
                     self._linger(place, self._ledgers[place], mine, deadline)
                     self._linger(place, pair.theirs, pair.sent, deadline)

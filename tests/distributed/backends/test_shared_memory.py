@@ -223,6 +223,18 @@ def test_a_rank_that_ends_first_is_still_read():
     assert run_ranks(end_first, 2, full_exit=True) == [1 << 16] * 2
 
 
+def end_without_reading() -> float:
+    backend, group = connect()
+    backend.start_send(torch.ones(3), group, 1 - group.index)
+    begin = time.monotonic()
+    backend.shutdown()
+    return time.monotonic() - begin
+
+
+def test_a_message_that_nobody_reads_does_not_delay_the_end():
+    assert max(run_ranks(end_without_reading, 2, full_exit=True)) < 8  # it waits 10 s for a rank that might read it
+
+
 PP2 = {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
 
 
