@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from neuron_accel.backends.base import Done
 from neuron_accel.backends.movement import sum_rows_into
 
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64
@@ -48,6 +49,7 @@ _CHECKS = 0.02  # seconds after which a waiting rank checks that the others are 
 _LINE = 64  # bytes of a cache line, and of an entry of a ledger
 ENTRIES = 2048  # operations whose entries are kept; more cannot be under way
 _FIRST = 64 << 20  # bytes of the first arena, of which memory is taken as it is used
+_ENDED = "connection closed by peer: its process has ended"
 _NO_MORE = 1 << 62  # number of a message that is never sent
 _DIRECT = 1 << 15  # bytes up to which every rank sums everything itself, which saves one exchange
 
@@ -267,13 +269,6 @@ class Message:
             RuntimeError: if the rank has ended, sends another shape or dtype, or does not send in time.
         """
         self._transport.complete_message(self)
-
-
-class Sent:
-    """A message that was sent: its tensor was copied."""
-
-    def wait(self) -> None:
-        pass
 
 
 class _Pair:
@@ -533,18 +528,24 @@ class SharedMemory:
         return self._start("broadcast", tensor if source == self._index else tensor[:0], read, uneven=True)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
-    def send(self, tensor: torch.Tensor, target: int) -> Sent:
+    def send(self, tensor: torch.Tensor, target: int) -> Done:
         """Sends ``tensor``, flat and contiguous, to the rank at position ``target``, which receives as many elements of
-        the same dtype. Waits only if :data:`ENTRIES` messages to that rank have not been read."""
-        pair, what = self._pairs[target], "send"
+        the same dtype. It is copied. Waits only if :data:`ENTRIES` messages to that rank have not been read.
+
+        Raises:
+            RuntimeError: if that rank has ended, or does not read in time.
+        """
+        pair = self._pairs[target]
         with pair.sending:
             self._check()
+            if self._has_ended(target):
+                self._fail(_ENDED, target, "send")
             number, pair.sent = pair.sent, pair.sent + 1
-            self._wait_for(target, pair.theirs, lambda ledger: ledger.completed > number - ENTRIES, what)
+            self._wait_for(target, pair.theirs, lambda ledger: ledger.completed > number - ENTRIES, "send")
             pair.arenas = pair.arenas or Arenas()
             kind = _kind("message", tensor.dtype, tensor.numel())
             pair.mine.post(number, _copied(pair.arenas, kind, number, [(0, tensor)], lambda: pair.theirs.completed))
-        return Sent()
+        return Done(tensor)
 
     def receive(self, tensor: torch.Tensor, source: int) -> Message:
         """Starts to receive in ``tensor``, flat and contiguous, what the rank at position ``source`` sends to this
@@ -561,23 +562,24 @@ class SharedMemory:
         pair = self._pairs[message.source]
         with pair.receiving:
             while not message.is_complete:
-                self._check()
-                first = pair.under_way[0]
-                number, tensor = first.number, first.tensor
-                self._wait_for(message.source, pair.theirs, lambda ledger, n=number: ledger.posted(n), "receive")  # type: ignore[misc]
-                entry = pair.theirs.entry(number)
-                if entry.kind != _kind("message", tensor.dtype, tensor.numel()):
-                    self._failure = (
-                        f"connection of rank {self._ranks[self._index]}: rank {self._ranks[message.source]} sends "
-                        f"another shape or dtype than {tensor.numel()} elements of {tensor.dtype}"
-                    )
-                    raise RuntimeError(self._failure)
-                sent = self._find(entry, pair.arenas_of_other, message.source, "receive")
-                with _disable_current_modes():
-                    tensor.copy_(sent.view(tensor.dtype))
-                pair.under_way.popleft()
-                first.is_complete = True
-                pair.mine.complete(number)
+                self._read_message(pair, pair.under_way[0])
+
+    def _read_message(self, pair: _Pair, message: Message) -> None:
+        self._check()
+        source, number, tensor = message.source, message.number, message.tensor
+        self._wait_for(source, pair.theirs, lambda ledger: ledger.posted(number), "receive")
+        entry = pair.theirs.entry(number)
+        if entry.kind != _kind("message", tensor.dtype, tensor.numel()):
+            self._failure = (
+                f"connection of rank {self._ranks[self._index]}: rank {self._ranks[source]} sends another shape or "
+                f"dtype than {tensor.numel()} elements of {tensor.dtype}"
+            )
+            raise RuntimeError(self._failure)
+        with _disable_current_modes():
+            tensor.copy_(self._find(entry, pair.arenas_of_other, source, "receive").view(tensor.dtype))
+        pair.under_way.popleft()
+        message.is_complete = True
+        pair.mine.complete(number)
 
     # ---- implementation ----------------------------------------------------------------------------------------------
     def next_number(self) -> int:
@@ -625,10 +627,12 @@ class SharedMemory:
         """Completes an operation and those before it; see :meth:`Operation.wait` for errors."""
         with self._lock:
             while operation.consume is not None:
-                self._check()
-                first = self._under_way[0]
-                self._wait_until(lambda ledger, first=first: ledger.posted(first.number), first)  # type: ignore[misc]
-                self._read(first)
+                self._complete_first(self._under_way[0])
+
+    def _complete_first(self, operation: Operation) -> None:
+        self._check()
+        self._wait_until(lambda ledger: ledger.posted(operation.number), operation)
+        self._read(operation)
 
     def _read(self, operation: Operation) -> None:
         consume, operation.consume = operation.consume, None
@@ -657,7 +661,7 @@ class SharedMemory:
             try:
                 arenas[entry.arena] = Memory(entry.arena_size, f"/proc/{self._processes[place]}/fd/{entry.file}")
             except OSError:  # it has ended, and its files are closed
-                self._fail("connection closed by peer: its process has ended", place, what)
+                self._fail(_ENDED, place, what)
         return arenas[entry.arena].bytes(entry.start, entry.size)
 
     def _wait_until(self, holds: Callable[[Ledger], bool], operation: Operation) -> None:
@@ -678,7 +682,7 @@ class SharedMemory:
                 self._fail(f"timed out after {self._timeout.total_seconds():g} s", place, what)
             ledger.wait(seen, _CHECKS)
             if ledger.changes == seen and not holds(ledger) and self._has_ended(place):
-                self._fail("connection closed by peer: its process has ended", place, what)
+                self._fail(_ENDED, place, what)
 
     def _has_ended(self, place: int) -> bool:
         poll = select.poll()

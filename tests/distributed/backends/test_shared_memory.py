@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -208,6 +210,44 @@ def test_a_message_of_another_shape_is_an_error():
     assert "rank 0 sends another shape or dtype than 4 elements of torch.float32" in str(error)
 
 
+def both_at_once() -> None:
+    """A thread receives before the main thread has sent what the other rank's thread waits for."""
+    backend, group = connect()
+    found = []
+    waiting = threading.Thread(
+        target=lambda: found.append(backend.start_receive((3,), torch.float32, group, 1 - group.index).wait())
+    )
+    waiting.start()
+    time.sleep(0.3)
+    backend.start_send(torch.full((3,), float(backend.rank)), group, 1 - group.index).wait()
+    waiting.join(20)
+    assert found[0].eq(1 - backend.rank).all()
+
+
+def test_a_thread_can_receive_while_another_one_sends():
+    run_ranks(both_at_once, 2)
+
+
+def send_late(to_ended: bool) -> None:
+    backend, group = connect(timeout=timedelta(seconds=2))
+    if backend.rank == 1 and to_ended:
+        os._exit(3)
+    if backend.rank == 0:
+        time.sleep(3 if not to_ended else 1)
+        backend.start_send(torch.ones(3), group, 1)
+    else:
+        backend.start_receive((3,), torch.float32, group, 0).wait()
+
+
+@pytest.mark.parametrize(("to_ended", "rank", "why"), [(True, 0, "has ended"), (False, 1, "timed out after 2 s")])
+def test_a_message_that_is_late_or_goes_to_an_ended_rank_is_an_error(to_ended, rank, why):
+    with pytest.raises(RanksError) as caught:
+        run_ranks(send_late, 2, to_ended)
+    error = caught.value.errors[rank]
+    assert isinstance(error, CommunicationError)
+    assert why in str(error)
+
+
 def end_first() -> float:
     backend, group = connect()
     pending = backend.start_all_gather(torch.full((1 << 16,), float(backend.rank)), group)
@@ -231,20 +271,25 @@ def end_without_reading() -> float:
     return time.monotonic() - begin
 
 
-def test_a_message_that_nobody_reads_does_not_delay_the_end():
+def test_a_message_that_is_never_read_does_not_delay_the_end():
     assert max(run_ranks(end_without_reading, 2, full_exit=True)) < 8  # it waits 10 s for a rank that might read it
 
 
 PP2 = {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
 
 
+TP2 = {"tensor_parallel": {"tensor_parallel_size": 2}}
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 @pytest.mark.parametrize(
     "plugins",
-    [[], ["zero1"], ["fully_sharded"], [{"tensor_parallel": {"tensor_parallel_size": 2}}, "zero1"], [PP2, "zero1"]],
+    [[], ["zero1"], ["fully_sharded"], [TP2, "zero1"], [PP2, "zero1"]],
     ids=["dp4", "zero1", "fully-sharded", "tp2-zero1", "pp2-zero1"],
 )
-def test_trains_like_one_process(plugins, monkeypatch):
-    monkeypatch.setenv(SHARED_MEMORY_VARIABLE, "1")
+def test_trains_like_one_process(plugins, transport, monkeypatch):
+    """Other tests use the default, shared memory; ranks of several hosts use gloo."""
+    monkeypatch.setenv(SHARED_MEMORY_VARIABLE, str(transport == "shared memory"))
     training = Training(max_norm=0.5, accumulation=2)
     assert_parallel_equivalence(llama, token_batches(4, size=8), plugins, ranks=4, training=training)
 
