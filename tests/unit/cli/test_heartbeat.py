@@ -89,6 +89,24 @@ def test_a_machine_whose_connection_ends_is_lost_and_the_ranks_are_ended(machine
     assert signals == [signal.SIGTERM, signal.SIGKILL]
 
 
+def test_the_end_waits_for_threads_that_threads_have_started():
+    began, ended = threading.Event(), []
+
+    class Nested(Heartbeat):
+        def _works(self):
+            return [lambda: self._start(self._inner)]
+
+        def _inner(self):
+            began.set()
+            self._over.wait()
+            time.sleep(0.03)
+            ended.append(True)
+
+    with Nested(0, 2, ("127.0.0.1", 1), secret=RunSecret(SECRET), lost_after=60.0, grace=0.1) as beats:
+        until(lambda: began.is_set() and sum(thread.is_alive() for thread in beats._threads) == 1)
+    assert ended == [True]
+
+
 def test_a_machine_whose_launch_is_over_is_gone(machines):
     zero, signals = machines(0)
     one, _ = machines(1)
