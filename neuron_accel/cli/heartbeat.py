@@ -273,8 +273,8 @@ class Heartbeat:
 
     def _start(self, target: Callable[..., None], *arguments: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=arguments, daemon=True, name="neuron_accel_heartbeat")
-        thread.start()
-        with self._lock:
+        with self._lock:  # so that no thread runs that the end does not wait for
+            thread.start()
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         return thread
 

@@ -102,8 +102,8 @@ def test_the_end_waits_for_threads_that_threads_have_started():
             time.sleep(0.03)
             ended.append(True)
 
-    with Nested(0, 2, ("127.0.0.1", 1), secret=RunSecret(SECRET), lost_after=60.0, grace=0.1) as beats:
-        until(lambda: began.is_set() and sum(thread.is_alive() for thread in beats._threads) == 1)
+    with Nested(0, 2, ("127.0.0.1", 1), secret=RunSecret(SECRET), lost_after=60.0, grace=0.1):
+        assert began.wait(10)
     assert ended == [True]
 
 
