@@ -27,7 +27,7 @@ def declared():
 
 def releases(specifier):
     """Some releases of torch that a specifier allows."""
-    every = [f"2.{minor}.{patch}" for minor in range(8, 17) for patch in (0, 1)]
+    every = [f"2.{minor}.{patch}" for minor in range(8, 18) for patch in (0, 1)]
     return set(specifier.filter(every))
 
 
@@ -52,4 +52,4 @@ def test_torch_has_an_upper_bound_and_every_way_is_named():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     allowed = releases(requirements(config["options"]["install_requires"])["torch"])
-    assert allowed == {f"2.{minor}.{patch}" for minor in range(9, 15) for patch in (0, 1)}
+    assert allowed == {f"2.{minor}.{patch}" for minor in range(9, 16) for patch in (0, 1)}

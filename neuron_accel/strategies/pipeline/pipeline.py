@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from neuron_accel.strategies.pipeline.stage import Stage
     from neuron_accel.strategies.pipeline.tied_weights import Ties
 
+_CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
 _ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -109,7 +110,7 @@ class Pipeline:
                     why="it collects values from every layer, and each rank has only some of the layers",
                     fix="leave it out; to inspect them, gather the weights with get_state_dict and run one process",
                 )
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in _CACHES):
             raise UsageError(
                 "A key/value cache, and with it `generate`, is not possible in a pipeline.",
                 why="each rank would keep the cache of its own layers, and micro-batches would mix",

@@ -24,7 +24,7 @@ IGNORED = -100
 
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _ALONG = {"token_type_ids": 0, "input_ids": 0}  # by name, the value of padding
-_CACHED = ("past_key_values", "use_cache", "cache_position", "logits_to_keep")
+_CACHED = ("past_key_values", "cache", "use_cache", "cache_position", "logits_to_keep")
 _EVERY_LAYER = {
     "output_attentions": "no rank has all attention weights of a query",
     "output_router_logits": "the load-balancing loss is not a mean over tokens, which ranks could compute separately",
