@@ -1,124 +1,194 @@
 """Tasks of this repository, each in an environment of its own: ``nox --list`` shows them.
 
-``nox`` runs what must hold: lint, then the tests on both lines of torch, and those of each package under ``plugins``.
-``nox -s tests -- -k launch`` passes arguments on to pytest. Sessions run on the Python that runs nox;
-``--force-python 3.12`` takes another.
+``nox`` runs what a change is judged by: style, types, and the first tier of the tests (tests/tiers.py) on both lines of
+torch. ``nox -s full`` runs everything. ``nox -s tests -- -k launch`` passes arguments on to pytest. Sessions run on the
+Python that runs nox; ``--force-python 3.12`` takes another.
+
+Environments are made by uv where it is installed (``pip install 'nox[uv]'``), by pip otherwise.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import shutil
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import nox
 
-nox.needs_version = ">=2024.4.15"
-nox.options.sessions = ["lint", "xla", "plugins", "tests"]
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.sessions = ["tests", "xla"]
 nox.options.reuse_venv = "yes"
+
+STARTED = time.monotonic()
+atexit.register(lambda: print(f"nox > all of it took {(time.monotonic() - STARTED) / 60:.1f} minutes", flush=True))
 
 NATIVE_TORCH = "torch==2.13.*"
 """The line of torch that native Neuron (Trn2, Trn3) is built for. Named first in every installation: left to a range,
 pip would take the newest release there is."""
 
+PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
+PACKAGE_FOLDERS = [f"./plugins/{package}" for package in PACKAGES]
+PACKAGE_TESTS = [f"plugins/{package}/tests" for package in PACKAGES]
+BESIDE = {"neuron-accel-expert-parallel": ["neuron-accel-lora"]}
+"""Further packages with which the tests of one combine it."""
+
+PYTEST = ["python", "-m", "pytest", "-c", "pyproject.toml", "-p", "tests.tiers", "--durations=10", "--durations-min=1"]
+PARALLEL = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
+"""One process a core. Tests with ranks wait more than they compute; a process and its ranks take about 2 GB."""
 
 ON_TORCH_2_9 = [
+    "tests/unit",
     "tests/distributed/backends/test_collectives.py",
     "tests/distributed/backends/test_collectives_autograd.py",
     "tests/distributed/cli/test_restarts.py",
     "tests/distributed/cli/test_smoke.py",
     "tests/xla",
     "tests/neuron",
+    "tests/conformance_kit/test_built_in.py::TestZero1::test_trains_like_one_process[alone-xla]",
+    "tests/conformance_kit/test_built_in.py::TestZero1::test_frozen_parameters[xla]",
+    "tests/conformance_kit/test_built_in.py::TestZero1::test_resumes[xla]",
+    "tests/conformance_kit/test_built_in.py::TestSequenceParallel::test_trains_like_one_process[zero1-xla]",
+    "tests/conformance_kit/test_built_in.py::TestSequenceParallel::test_trains_like_one_process[tp2-zero1-xla]",
+    "tests/conformance_kit/test_cookbook.py::TestBF16Gradients::test_trains_like_one_process[alone-xla]",
+    "tests/conformance_kit/test_cookbook.py::test_the_noise_scale_is_that_of_every_micro_batch_by_itself",
+    "tests/conformance_kit/test_cookbook.py::test_the_average_is_the_one_of_torch_and_loads_on_another_mesh",
+    "tests/conformance_kit/test_kit.py::test_on_xla_ranks",
     "tests/docs/test_guides.py::test_what_a_guide_shows_of_torch_xla_runs",
+    "plugins/neuron-accel-context-parallel/tests/test_cp_xla.py::test_a_step_is_one_graph_on_every_rank",
+    "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_trains_like_one_process_on_xla[ep2]",
+    "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_a_step_is_one_graph_on_every_rank",
+    "plugins/neuron-accel-local-sgd/tests/test_local_sgd_conformance.py::TestDiLoCo::test_trains_like_one_process[alone-xla]",
+    "plugins/neuron-accel-lora/tests/test_lora_conformance.py::TestLora::test_trains_like_one_process[alone-xla]",
+    "plugins/neuron-accel-lora/tests/test_lora_parity.py::test_weights_under_adapters_are_sharded_on_xla_ranks[fully-sharded-xla]",
 ]
-"""What tells, beside the unit tests, whether the older line of torch works; the newer one runs everything."""
-
-PARALLEL = ["-n", "auto", "--maxprocesses", "8"]
-"""One process a core. Tests with ranks wait more than they compute; a process and its ranks take about 2 GB."""
-
-PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
-
-PACKAGES_ON_XLA = [
-    "neuron-accel-context-parallel/tests/test_cp_xla.py::test_a_step_is_one_graph_on_every_rank",
-    "neuron-accel-expert-parallel/tests/test_ep_padded.py::test_trains_like_one_process_on_xla[ep2]",
-    "neuron-accel-expert-parallel/tests/test_ep_padded.py::test_a_step_is_one_graph_on_every_rank",
-    "neuron-accel-local-sgd/tests/test_local_sgd_conformance.py::TestDiLoCo::test_trains_like_one_process[alone-xla]",
-    "neuron-accel-lora/tests/test_lora_conformance.py::TestLora::test_trains_like_one_process[alone-xla]",
-    "neuron-accel-lora/tests/test_lora_parity.py::test_weights_under_adapters_are_sharded_on_xla_ranks[fully-sharded-xla]",
-]
-"""One training of each package under ``plugins`` on XLA ranks, and that a step is one graph. Their own session has no
-torch_xla; ``pytest -k xla`` in a package's folder runs all that it has, which takes minutes."""
-
-
-@nox.session
-def lint(session: nox.Session) -> None:
-    """Style, imports, formatting and types, also those that a user's script sees (tests/typing)."""
-    install(session, NATIVE_TORCH, ".[lint]")
-    session.run("ruff", "check")
-    session.run("ruff", "format", "--check")
-    session.run("mypy")
+"""What tells whether the older line of torch works, with torch_xla; the newer one runs everything else."""
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests, on torch 2.13."""
-    install(session, NATIVE_TORCH, ".[test]")
-    if not session.posargs:
+    """Style, types and the first tier of all tests, on torch 2.13; nox -s tests -- --tier full: both tiers."""
+    install(session, NATIVE_TORCH, ".[lint,test]", *PACKAGE_FOLDERS)
+    tier = tier_of(session)
+    if tier is None:
+        session.run(*PYTEST, *session.posargs)
+        return
+    environment = {"ACCELERATE_SDIST": accelerates_tests(session)}
+    if tier != "second":
+        check_style(session)
         check_installation(session)
-    record, environment = record_of(session), {"ACCELERATE_SDIST": accelerates_tests(session)}
-    if not session.posargs:
-        session.run("pytest", *PARALLEL, "tests/unit")
-    rest = session.posargs or [*PARALLEL, "--ignore-glob=tests/unit/*"]
-    session.run("pytest", f"--record-runs={record}", *rest, env=environment)
-    if not session.posargs:
-        session.run("python", "-m", "tests.what_runs", record, "--check", "--kinds", "gloo", "native")
+    packages = PACKAGE_TESTS if tier == "first" else []  # the others: in environments of their own
+    run_tier(session, tier, "tests", *packages, env=environment)
+    check_what_ran(session, tier, "gloo", "native")
 
 
 @nox.session
 def xla(session: nox.Session) -> None:
-    """On torch 2.9 with torch_xla (the line of Trn1): real XLA ranks, an emulated Neuron device where there is a C
-    compiler, and that the CPU stays the default there."""
-    install(session, ".[emulation,test]")
+    """The first tier on torch 2.9 with torch_xla (the line of Trn1): real XLA ranks, an emulated Neuron device where
+    there is a C compiler, and that the CPU stays the default there; nox -s xla -- --tier full: both tiers."""
+    install(session, ".[emulation,test]", *PACKAGE_FOLDERS)
+    tier = tier_of(session)
+    if tier is None:
+        session.run(*PYTEST, *session.posargs)
+        return
     session.run("python", "-c", "import torch, torch_xla; print(torch.__version__, torch_xla.__version__)")
-    record = record_of(session)
-    if not session.posargs:
-        session.run("pytest", *PARALLEL, "tests/unit")
-    session.run("pytest", f"--record-runs={record}", *(session.posargs or [*PARALLEL, *ON_TORCH_2_9]))
-    if not session.posargs:
-        session.run("pytest", "-k", "xla", "tests/conformance_kit")
-        for package in PACKAGES:
-            shutil.rmtree(Path("plugins", package, "build"), ignore_errors=True)
-        session.install("--no-deps", *(f"./plugins/{package}" for package in PACKAGES))
-        session.install("peft>=0.21")  # what LoRA needs beside the others
-        session.run("pytest", *(f"plugins/{test}" for test in PACKAGES_ON_XLA))
-        session.run("python", "-m", "tests.what_runs", record, "--check", "--kinds", "xla", "neuron")
+    run_tier(session, tier, *ON_TORCH_2_9)
+    check_what_ran(session, tier, "xla", "neuron")
 
 
-ON_TORCH_2_14 = [
-    "tests/unit",
-    "tests/distributed/test_parity.py",
-    "tests/distributed/backends",
-    "tests/distributed/cli/test_smoke.py",
-    "tests/distributed/strategies/zero1",
-]
-"""What tells whether the newest torch that is allowed works."""
+@nox.session(default=False)
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def plugins(session: nox.Session, package: str) -> None:
+    """A strategy shipped as a package of its own, in an environment without those that it does not name."""
+    beside = [f"./plugins/{other}" for other in BESIDE.get(package, [])]
+    install(session, NATIVE_TORCH, ".[conformance]", f"./plugins/{package}[test]", *beside, "pytest-xdist>=3.6")
+    session.run(*PYTEST, *PARALLEL, f"plugins/{package}/tests", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False, venv_backend="none")
+def full(session: nox.Session) -> None:
+    """Both tiers on both lines of torch, and each package in an environment of its own; nox -s full -- --tier second:
+    what nox has not run."""
+    tier = session.posargs or ["--tier", "full"]
+    for name in ("tests", "xla", *(f"plugins({package})" for package in PACKAGES)):
+        session.notify(name, tier)
+
+
+@nox.session(default=False)
+def tiers(session: nox.Session) -> None:
+    """Chooses the first tier anew by what each case executes (tests/tiers.py, two hours); needs Python 3.12."""
+    folders = []
+    for name, requirement, paths in (
+        ("native", [NATIVE_TORCH, ".[test]"], ["tests", *PACKAGE_TESTS]),
+        ("xla", [".[emulation,test]"], ON_TORCH_2_9),
+    ):
+        install(session, *requirement, *PACKAGE_FOLDERS)
+        show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        packages = str(session.run("python", "-c", show, silent=True)).strip()
+        hook = f"import sys; sys.path.append({str(Path.cwd())!r}); import tests.tiers as t; t.record_this_process()\n"
+        Path(packages, "record_lines.pth").write_text(hook)
+        folders.append(Path(session.create_tmp(), name).absolute())
+        folders[-1].mkdir(exist_ok=True)
+        environment = {"NEURON_ACCEL_RECORD_LINES": str(folders[-1])}
+        session.run(*PYTEST, *PARALLEL, *paths, env=environment, success_codes=[0, 1])
+    session.run("python", "-m", "tests.tiers", *map(str, folders), *(session.posargs or ["--write"]))
+
+
+@nox.session(default=False)
+def lint(session: nox.Session) -> None:
+    """Style, imports, formatting and types, also those that a user's script sees (tests/typing)."""
+    install(session, NATIVE_TORCH, ".[lint]")
+    check_style(session)
+
+
+UPSTREAM = ["torch", "transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "packaging"]
+"""What changes beneath this package."""
+
+NEWEST_PYTHON = "3.14"
+
+
+@nox.session(default=False, python=NEWEST_PYTHON if shutil.which(f"python{NEWEST_PYTHON}") else None)
 def newest(session: nox.Session) -> None:
-    """On torch 2.14, the newest line that native Neuron is built for."""
-    install(session, "-c", "constraints/native-2.14.txt", ".[native,test]")
-    session.run("pytest", *(session.posargs or ON_TORCH_2_14))
+    """The first tier on the newest releases that are allowed, on Python 3.14 where it is installed."""
+    if session.python is None:
+        session.warn(f"Python {NEWEST_PYTHON} is not installed: this runs on the Python that runs nox")
+    install(session, ".[test]", *PACKAGE_FOLDERS)
+    session.run(*PYTEST, *(session.posargs or ["--tier=first", *PARALLEL, "tests", *PACKAGE_TESTS]))
 
 
-@nox.session
+@nox.session(default=False)
+def oldest(session: nox.Session) -> None:
+    """The first tier on the lowest releases that are allowed; needs uv, which finds them."""
+    if session.venv_backend != "uv":
+        session.skip("finding the lowest releases needs uv: pip install 'nox[uv]'")
+    install(session, "--resolution", "lowest-direct", ".[test]")
+    session.run(*PYTEST, *(session.posargs or ["--tier=first", *PARALLEL, "tests"]))
+
+
+@nox.session(default=False)
+def upstream(session: nox.Session) -> None:
+    """The first tier on the newest release of everything beneath this package, whatever its bounds say, and a table of
+    what broke."""
+    install(session, ".[test]", *PACKAGE_FOLDERS)
+    session.install("--upgrade", *UPSTREAM)
+    report = Path(session.create_tmp(), "report.xml").absolute()
+    arguments = session.posargs or ["--tier=first", *PARALLEL, "tests", *PACKAGE_TESTS]
+    session.run(*PYTEST, f"--junit-xml={report}", *arguments, success_codes=[0, 1])
+    session.run("python", "-m", "tests.upstream", str(report), *UPSTREAM)
+
+
+@nox.session(default=False)
 def storage(session: nox.Session) -> None:
     """Checkpoints on an S3 server on the loopback, which some fifty further packages make possible."""
     install(session, NATIVE_TORCH, ".[s3,test]", "moto[server]>=5")
     session.run("pytest", "tests/storage", "tests/unit/test_storage.py", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def trackers(session: nox.Session) -> None:
     """Figures of a run report in each tracker of Accelerate; those beside tensorboard install some 150 packages."""
     install(session, NATIVE_TORCH, ".[test]", "wandb", "mlflow", "aim")
@@ -126,7 +196,7 @@ def trackers(session: nox.Session) -> None:
     session.run("pytest", file, "-m", "slow or not slow", "-k", "tracker or tensorboard", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def cuda(session: nox.Session) -> None:
     """On however many NVIDIA GPUs there are: parity, compositions, checkpoints. Skipped without one."""
     if shutil.which("nvidia-smi") is None:
@@ -135,23 +205,7 @@ def cuda(session: nox.Session) -> None:
     session.run("pytest", "tests/cuda", *session.posargs)
 
 
-BESIDE = {"neuron-accel-expert-parallel": ["neuron-accel-lora"]}
-"""Further packages with which the tests of one combine it."""
-
-
-@nox.session
-@nox.parametrize("package", PACKAGES, ids=PACKAGES)
-def plugins(session: nox.Session, package: str) -> None:
-    """A strategy shipped as a package of its own: its tests, in an environment without those that it does not name."""
-    folder, beside = Path("plugins", package), [f"./plugins/{other}" for other in BESIDE.get(package, [])]
-    for path in (folder, *map(Path, beside)):
-        shutil.rmtree(path / "build", ignore_errors=True)
-    install(session, NATIVE_TORCH, ".[conformance]", f"./{folder}[test]", *beside, "pytest-xdist>=3.6")
-    with session.chdir(folder):
-        session.run("pytest", *(session.posargs or PARALLEL))
-
-
-@nox.session
+@nox.session(default=False)
 def families(session: nox.Session) -> None:
     """Every causal family of transformers, tiny, sharded and in one process; writes docs/supported_models.md."""
     install(session, NATIVE_TORCH, ".[test]")
@@ -163,7 +217,7 @@ def families(session: nox.Session) -> None:
         session.run(*sweep, "--write", "docs/supported_models.md", "--layouts", *layouts)
 
 
-@nox.session
+@nox.session(default=False)
 def families_graphs(session: nox.Session) -> None:
     """The graphs of a step of every causal family on XLA, checked for Trainium; writes docs/supported_models.md."""
     install(session, ".[xla,test]")
@@ -171,7 +225,7 @@ def families_graphs(session: nox.Session) -> None:
     session.run(*sweep, *(session.posargs or ["--write", "docs/supported_models.md"]))
 
 
-@nox.session
+@nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
     """Random training programs against one process: nox -s fuzz -- --cases 100 --first 1000 [--seed 17 --shrink]"""
     on_xla = any(argument.endswith("xla") for argument in session.posargs)
@@ -182,7 +236,7 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "-m", "tests.fuzz", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def soak(session: nox.Session) -> None:
     """An hour of training with saves, loads, evaluations and restarts, in which nothing may grow:
     nox -s soak -- --minutes 10 --backend xla"""
@@ -193,7 +247,7 @@ def soak(session: nox.Session) -> None:
     session.run("python", "-m", "tests.soak", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def chaos(session: nox.Session) -> None:
     """Kills ranks and tools at every point, some hundred times, after which no checkpoint may be lost (40 minutes):
     nox -s chaos -- --kills 50 --launches 10"""
@@ -201,7 +255,7 @@ def chaos(session: nox.Session) -> None:
     session.run("python", "-m", "tests.kills", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The site, in docs/_build/html. Its links are followed, and its pages opened in a browser if there is Chromium."""
     install(session, NATIVE_TORCH, ".[docs]", "selenium>=4.20")
@@ -209,7 +263,7 @@ def docs(session: nox.Session) -> None:
     session.run("python", "-m", "tests.docs.site", "docs/_build/html")
 
 
-@nox.session
+@nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """The main example: nox -s quickstart -- --verify"""
     install(session, NATIVE_TORCH, ".[examples]")
@@ -218,14 +272,36 @@ def quickstart(session: nox.Session) -> None:
 
 def install(session: nox.Session, *requirements: str) -> None:
     """Installs requirements and this package, built from what is there now: setuptools would reuse files in ``build``
-    that the sources no longer have."""
-    shutil.rmtree("build", ignore_errors=True)
-    session.install(*requirements)
+    that the sources no longer have. Packages come from where pip is told to look, also with uv."""
+    for folder in (Path("."), *Path("plugins").iterdir()):
+        shutil.rmtree(folder / "build", ignore_errors=True)
+    same = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL", "UV_INDEX": "PIP_EXTRA_INDEX_URL"}
+    session.install(*requirements, env={uv: os.environ[pip] for uv, pip in same.items() if pip in os.environ})
 
 
-def record_of(session: nox.Session) -> str:
-    """The file in which a run of the tests writes down what ran where (tests/what_runs.py)."""
-    return str(Path(session.virtualenv.location, "runs.json").absolute())
+def tier_of(session: nox.Session) -> str | None:
+    """``"first"``, ``"second"`` or ``"full"``; None: the arguments are for pytest."""
+    if not session.posargs:
+        return "first"
+    return session.posargs[1] if session.posargs[0] == "--tier" and len(session.posargs) == 2 else None
+
+
+def run_tier(session: nox.Session, tier: str, *paths: str, env: Mapping[str, str] | None = None) -> None:
+    record = Path(session.virtualenv.location, f"runs-{tier}.json").absolute()
+    session.run(*PYTEST, f"--tier={tier}", *PARALLEL, f"--record-runs={record}", *paths, env=env)
+
+
+def check_what_ran(session: nox.Session, tier: str, *kinds: str) -> None:
+    """That both tiers together ran what the table of docs/guides/what-runs-where.md says."""
+    if tier != "first":
+        records = sorted(map(str, Path(session.virtualenv.location).absolute().glob("runs-*.json")))
+        session.run("python", "-m", "tests.what_runs", *records, "--check", "--kinds", *kinds)
+
+
+def check_style(session: nox.Session) -> None:
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("mypy")
 
 
 def accelerates_tests(session: nox.Session) -> str:

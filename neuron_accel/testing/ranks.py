@@ -61,7 +61,8 @@ def run_ranks(
             session.
         n: number of ranks, 1 or more.
         args, kwargs: arguments of ``fn``, which ranks receive as copies. They and the results must be picklable.
-        timeout: seconds after which ranks that still run are ended.
+        timeout: seconds after which ranks that still run are ended. The environment variable
+            ``NEURON_ACCEL_TIMEOUT_FACTOR`` multiplies it, for machines that are slow or busy.
         grace: seconds after the first failure until the other ranks are ended.
         env: additional environment variables for the ranks.
         backend: ``"gloo"``; None for ranks without a process group; ``"native"`` for ranks with a stand-in for the
@@ -87,6 +88,7 @@ def run_ranks(
             fix='put the call under `if __name__ == "__main__":`',
         )
     call, main = pickle_call(fn, args, kwargs)
+    timeout *= float(os.environ.get("NEURON_ACCEL_TIMEOUT_FACTOR", 1))
     if n < 1:
         raise UsageError(f"run_ranks needs at least one rank, not {n}.")
     details = {"ranks": n, "backend": backend, "arguments": (args, kwargs)}

@@ -31,6 +31,7 @@ class Launch:
 
     def finish(self, timeout=SECONDS):
         """Exit code, standard output and error of the launcher and the ranks that it shows."""
+        timeout *= float(os.environ["NEURON_ACCEL_TIMEOUT_FACTOR"])
         self.process.join(timeout)
         assert not self.process.is_alive(), f"still running after {timeout} s: {self.stderr.read_text()}"
         return self.process.exitcode, self.stdout.read_text(), self.stderr.read_text()

@@ -111,7 +111,7 @@ def launch(hosts, environment, tmp_path):
 
 
 def until(condition, what, timeout=SECONDS):
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout * float(os.environ["NEURON_ACCEL_TIMEOUT_FACTOR"])
     while not condition():
         assert time.monotonic() < deadline, what()
         time.sleep(0.05)

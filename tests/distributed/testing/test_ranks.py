@@ -296,9 +296,11 @@ def sleep_on(rank: int) -> None:
         time.sleep(300)
 
 
-def test_time_is_limited():
+@pytest.mark.parametrize(("factor", "limit"), [("1", r"0\.5"), ("2.5", r"1\.25")])
+def test_time_is_limited(monkeypatch, factor, limit):
+    monkeypatch.setenv("NEURON_ACCEL_TIMEOUT_FACTOR", factor)
     begin = time.monotonic()
-    with pytest.raises(RanksError, match=r"rank 1 of 2: RankTimeout: still running after 0\.5 s") as caught:
+    with pytest.raises(RanksError, match=rf"rank 1 of 2: RankTimeout: still running after {limit} s") as caught:
         run_ranks(sleep_on, 2, 1, timeout=0.5)
     assert time.monotonic() - begin < 30
     assert set(caught.value.errors) == {1}
