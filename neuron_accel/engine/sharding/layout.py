@@ -177,8 +177,9 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks along the axes of the cuts that hold each element."""
-        return math.prod(cut.replicas for cut in self.cuts)
+        """Number of ranks along :attr:`axes` that hold each element: what a sum over these axes counts it. Along other
+        axes, also those of a cut whose ranks all hold the same shard, every rank holds it."""
+        return math.prod(cut.replicas for cut in self.cuts if cut.parts > 1)
 
     @property
     def padded(self) -> bool:

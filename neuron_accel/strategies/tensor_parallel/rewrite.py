@@ -99,8 +99,9 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
                 full = getattr(module, name)
                 module.register_parameter(name, sharder.shard(full, layout))
                 _put_tied(architecture.model, parameters[join(shards.fqn, name)].names, full, getattr(module, name))
-                if layout.replicas > 1:
-                    cast(ColumnParallelLinear, module).replica_group = replica_groups[layout.replicas]
+                replicas = layout.cuts[0].replicas
+                if replicas > 1:
+                    cast(ColumnParallelLinear, module).replica_group = replica_groups[replicas]
         refresh_features(module)
         _put(architecture.model, shards.fqn, module)
     heads = splits.get(architecture.plan.heads)

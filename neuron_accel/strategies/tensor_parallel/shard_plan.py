@@ -331,9 +331,8 @@ def _check_padding(architecture: Architecture, shard_plans: list[ShardPlan], spl
     for shard_plan in shard_plans:
         if shard_plan.kind == "spanning" and shard_plan.split is None and uneven_heads:
             raise _no_padding(architecture, shard_plan.fqn, "it uses the features of all heads at once")
-        if any(layout.replicas > 1 for layout in shard_plan.layouts.values()) and not isinstance(
-            shard_plan.module, nn.Linear
-        ):
+        shares = any(cut.replicas > 1 for layout in shard_plan.layouts.values() for cut in layout.cuts)
+        if shares and not isinstance(shard_plan.module, nn.Linear):
             raise _no_padding(
                 architecture, shard_plan.fqn, "only linear layers sum gradients over ranks that hold the same"
             )

@@ -75,16 +75,26 @@ def test_segments_of_all_parts_partition_the_dim(cut):
 @settings(max_examples=150)
 def test_merged_shards_equal_the_tensor(layout):
     full = numbered(layout)
-    back, times = torch.full_like(full, -1), torch.zeros_like(full)
+    back = torch.full_like(full, -1)
     for coordinates in everywhere(layout):
         local = layout.shard(full, coordinates)
         assert tuple(local.shape) == layout.local_shape
         layout.write(local, back, coordinates)
-        one = torch.zeros_like(full)
-        layout.write(torch.ones_like(local), one, coordinates)
-        times += one
     assert torch.equal(back, full)
-    assert torch.equal(times, torch.full_like(full, layout.replicas))
+
+
+@given(layouts())
+def test_a_sum_over_the_axes_counts_each_element_once_per_replica(layout):
+    """``axes`` and ``replicas`` belong together: norms divide by the one what they sum over the other."""
+    times: dict[tuple[int, ...], torch.Tensor] = {}
+    for coordinates in everywhere(layout):
+        held = torch.zeros(layout.shape, dtype=torch.int64)
+        for piece in layout.pieces(coordinates):
+            held[piece.global_slices] = 1
+        others = tuple(index for axis, index in coordinates.items() if axis not in layout.axes)
+        times[others] = times.get(others, 0) + held
+    for total in times.values():
+        assert (total == layout.replicas).all()
 
 
 @given(layouts())

@@ -1,0 +1,67 @@
+"""Gradient norms and clipping count every element once, also where ranks hold the same key/value heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_accel import NeuronAccelerator
+from neuron_accel.testing import run_ranks
+from neuron_accel.testing.parity import loader_of
+from tests.distributed.models import llama, token_batches
+
+P_NORMS = (1.0, 2.0, 3.0, math.inf)
+SP, PP = "sequence_parallel", {"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
+CASES = {
+    # key/value heads, degree of tensor parallelism, further plugins, ranks
+    "kv1-tp2": (1, 2, [], 2),
+    "kv1-tp4-sp": (1, 4, [SP], 4),
+    "kv2-tp4": (2, 4, [], 4),
+    "kv1-tp2-sp-dp2-zero1": (1, 2, [SP, "zero1"], 4),
+    "kv2-tp4-zero1": (2, 4, ["zero1"], 4),
+    "kv1-tp2-dp2-fully-sharded": (1, 2, ["fully_sharded"], 4),
+    "kv2-tp4-sp-fully-sharded": (2, 4, [SP, "fully_sharded"], 4),
+    "kv1-tp2-pp2-sp": (1, 2, [PP, SP], 4),
+}
+
+
+def _model(kv_heads: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return llama(kv_heads=kv_heads).train()
+
+
+def _expected(kv_heads: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, (batch,) = _model(kv_heads), token_batches(1)
+    model(**batch).loss.backward()
+    norms = [float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf, p)) for p in P_NORMS]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    return norms, dict(model.state_dict())
+
+
+def _on_ranks(kv_heads: int, degree: int, plugins: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    tensor = {"model_parallelism": {"tensor_parallel_size": degree}}
+    accelerator = NeuronAccelerator(config={"plugins": [tensor, *plugins]})
+    model = _model(kv_heads)
+    loader = loader_of(token_batches(1), accelerator.data_parallel_size)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+    norms = [float(accelerator.clip_grad_norm_(model.parameters(), math.inf, p)) for p in P_NORMS]
+    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return norms, accelerator.get_state_dict(model) or {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_norms_and_clipping_like_one_process(case: str) -> None:
+    kv_heads, degree, plugins, ranks = CASES[case]
+    norms, weights = _expected(kv_heads)
+    results = run_ranks(_on_ranks, ranks, kv_heads, degree, plugins)
+    for found, _ in results:
+        assert found == pytest.approx(norms, rel=1e-5)
+    for name, weight in results[0][1].items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
