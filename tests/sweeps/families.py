@@ -23,12 +23,15 @@ from neuron_accel.testing.parity import Tolerance, Trace, Training, compare, tra
 from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_model
 
 STEPS = 3
+PP2 = {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
 LAYOUTS = {
     "tp2": (2, [{"model_parallelism": {"tensor_parallel_size": 2}}]),
     "tp2+sp": (2, [{"model_parallelism": {"tensor_parallel_size": 2}}, "sequence_parallel"]),
     "tp4, 2 key/value heads": (4, [{"model_parallelism": {"tensor_parallel_size": 4}}]),
     "tp2 x dp2 + zero1": (4, [{"model_parallelism": {"tensor_parallel_size": 2}}, "zero1"]),
-    "pp2": (2, [{"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}]),
+    "pp2": (2, [PP2]),
+    "pp2 x dp2 + fully_sharded, stage 2": (4, [PP2, "fully_sharded"]),
+    "pp2 x dp2 + fully_sharded, stage 3": (4, [PP2, {"fully_sharded": {"reshard_after_forward": True}}]),
 }
 GRAPHS = {"graphs of zero1": (2, ["zero1"])}
 """Layouts whose graphs are checked instead, on XLA ranks."""

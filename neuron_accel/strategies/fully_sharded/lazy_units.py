@@ -70,9 +70,9 @@ class LazyUnits(Units):
         if place is not None and behind:
             leaves[place] = _Identity.apply(leaves[place], behind[0]) if torch.is_grad_enabled() else behind[0]
         args, kwargs = tree_unflatten(leaves, structure)
-        super()._before_forward(unit, module, args, kwargs)
+        changed = super()._before_forward(unit, module, args, kwargs)
         self._enter(unit)
-        return args, kwargs
+        return changed or (args, kwargs)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         super()._after_forward(unit, module, args, output)

@@ -208,6 +208,7 @@ class Units:
             return None  # it is recomputed, and its backward pass follows
         self._fetch_following(unit, False)
         if torch.is_grad_enabled():
+            args, kwargs = _computed(args), {name: _computed(value) for name, value in kwargs.items()}
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
             unit.trains = bool(inputs) or any(parameter.requires_grad for parameter in unit.module.parameters())
         if torch.is_grad_enabled() and unit is not self.root:
@@ -215,7 +216,7 @@ class Units:
             if inputs:  # else it is over when the whole pass is
                 register_multi_grad_hook(inputs, Hook(self._after_backward, unit))
                 self._put_last(inputs)
-        return None
+        return args, kwargs
 
     def _after_forward(self, unit: Unit, _: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
@@ -379,6 +380,16 @@ class Units:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _computed(value: Any) -> Any:
+    """An argument, with a view of each leaf that has a gradient, such as what a pipeline stage receives. Gradients of
+    parameters arrive before that of the result of an operation, but those that are computed together with the gradient
+    of a leaf may arrive after it."""
+    if type(value) is tuple:
+        return tuple(map(_computed, value))
+    is_leaf = isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+    return value.view_as(value) if is_leaf else value
 
 
 def in_backward() -> bool:

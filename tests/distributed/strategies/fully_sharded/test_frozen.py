@@ -11,6 +11,7 @@ from neuron_accel import NeuronAccelerator
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Training, assert_parallel_equivalence
 from tests.distributed.models import llama, token_batches
+from tests.distributed.strategies.fully_sharded.test_pipelines import olmo2
 from tests.distributed.strategies.fully_sharded.test_use import (
     STAGE_2,
     STAGE_3,
@@ -156,3 +157,15 @@ def zeroed():
     for parameter in model.parameters():
         parameter.data.zero_()
     return model
+
+
+def frozen_embeddings():
+    """The input of the first block is a leaf of autograd, as PEFT makes it for blocks that are recomputed."""
+    model = olmo2()
+    model.get_input_embeddings().requires_grad_(False)
+    model.enable_input_require_grads()
+    return model
+
+
+def test_a_block_whose_input_is_a_leaf():
+    assert_parallel_equivalence(frozen_embeddings, token_batches(2), STAGE_3, ranks=2, training=Training(max_norm=0.5))

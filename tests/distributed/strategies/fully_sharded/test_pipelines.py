@@ -16,6 +16,8 @@ STAGE_2, STAGE_3 = {"fully_sharded": {}}, {"fully_sharded": {"reshard_after_forw
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 COMPOSITIONS = {
     "1f1b-accumulates": ("llama", [pipeline(2, 4), STAGE_2], 2),
+    "layer-norms": ("gpt2", [pipeline(2, 2), STAGE_2], 1),
+    "layer-norms-resharded": ("gpt2-tied", [pipeline(2, 2), STAGE_3], 2),
     "zero-bubble-tied": ("gpt2-tied", [pipeline(2, 4, schedule="zero-bubble"), STAGE_2], 1),
     "reshards-and-recomputes": ("llama", [pipeline(2, 2), STAGE_3, "activation_checkpointing"], 2),
     "interleaved": ("llama", [pipeline(2, 2, **INTERLEAVED), STAGE_2], 1),
@@ -102,3 +104,25 @@ def test_uneven_inputs(plugin):
     expected, found = run_ranks(uneven, 4, ["zero1"])[0], run_ranks(uneven, 4, [plugin])[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-8, msg=name)
+
+
+# ---- further families ------------------------------------------------------------------------------------------------
+def bloom():
+    """The first operation of a block is a layer norm, whose gradients are computed at once."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.1))
+
+
+def olmo2():
+    """The first operations of a block are linear layers."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return Olmo2ForCausalLM(Olmo2Config(**sizes, num_hidden_layers=2, initializer_range=0.1))
+
+
+@pytest.mark.parametrize(("model_fn", "plugin"), [(bloom, STAGE_2), (olmo2, STAGE_3)])
+def test_blocks_whose_first_parameters_arrive_with_the_gradient_of_the_input(model_fn, plugin):
+    training = Training(max_norm=0.5)
+    assert_parallel_equivalence(model_fn, token_batches(2), [pipeline(2, 2), plugin], ranks=4, training=training)
