@@ -175,38 +175,53 @@ def fingerprint(plugins: Sequence[StrategyPlugin], world_size: int) -> str:
 
 
 # ---- default models and batches --------------------------------------------------------------------------------------
-VOCABULARY, HIDDEN, LENGTH, SAMPLES = 96, 32, 16, 4
+VOCABULARY, HIDDEN, LENGTH, SAMPLES = 97, 32, 16, 4
 
 
 def tiny_llama(*, tied: bool = False) -> nn.Module:
-    """A Llama with two layers, four heads and about ten thousand parameters."""
+    """A Llama with two layers and about ten thousand parameters, of the shapes that are easy to overlook.
+
+    On two tensor-parallel ranks its features and vocabulary are padded, and both hold the one key/value head. One
+    layer is in no forward pass, and a buffer changes in each.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=HIDDEN,
-            intermediate_size=48,
+            intermediate_size=47,
             num_hidden_layers=2,
             num_attention_heads=4,
-            num_key_value_heads=4,
+            num_key_value_heads=1,
             max_position_embeddings=64,
             tie_word_embeddings=tied,
             # Larger weights than usual: Adam turns gradients that are mostly rounding errors into full updates.
             initializer_range=0.1,
         )
     )
+    model.add_module("unused", nn.Linear(3, 1))
+    model.register_buffer("largest_token", torch.zeros((), dtype=torch.int64))
+    model.register_forward_pre_hook(_note_tokens, with_kwargs=True)
+    return model
+
+
+def _note_tokens(model: Any, args: Any, kwargs: Any) -> None:
+    """Notes the largest token so far, however often and on however many samples at once the model runs."""
+    model.largest_token.copy_(torch.maximum(model.largest_token, kwargs["input_ids"].max()))
 
 
 tiny_tied_llama = functools.partial(tiny_llama, tied=True)
 
 
 def token_batches(count: int) -> list[Batch]:
-    """Batches with ``input_ids`` and equal ``labels`` of shape ``[SAMPLES, LENGTH]``, int64, of random tokens."""
+    """Batches with ``input_ids`` and equal ``labels`` of shape ``[SAMPLES, LENGTH]``, int64, of random tokens. The
+    largest token of each is in its first sample."""
     generator = torch.Generator().manual_seed(7)
     batches: list[Batch] = []
-    for _ in range(count):
-        ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    for index in range(count):
+        ids = torch.randint(VOCABULARY - count, (SAMPLES, LENGTH), generator=generator)
+        ids[0, 0] = VOCABULARY - count + index
         batches.append({"input_ids": ids, "labels": ids.clone()})
     return batches
 
