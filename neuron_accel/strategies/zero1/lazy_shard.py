@@ -155,7 +155,11 @@ class LazyShard(BucketShard):
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return self.partition.join(values, self.reduce_dtype, self._device)
+        dtype = next((value.dtype for value in values if value is not None), self.bucket.dtype)
+        return self.partition.join(values, dtype, self._device)
+
+    def _join_to_send(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        return self.partition.join(gradients, self.reduce_dtype, self._device)
 
     @staticmethod
     def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
@@ -163,7 +167,7 @@ class LazyShard(BucketShard):
 
     def _hand_out(self, gradient: torch.Tensor) -> None:
         self._gradient = gradient
-        self._gathered.forget()
+        self._gathered = []
 
     def drop_gradients(self) -> None:
         self._gradient = None

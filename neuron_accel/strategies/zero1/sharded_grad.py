@@ -4,7 +4,8 @@
 From the end of the backward pass until gradients are zeroed it is the reduced gradient, as with plain data parallelism.
 It uses no memory and no communication until its values are read. Reading is collective: the ranks over which the
 optimizer is sharded must read the same gradients in the same order. Changes that the user makes, in place or by
-assigning a tensor or None, are applied before the optimizer steps.
+assigning a tensor or None, are applied before the optimizer steps. Changes in place are found by comparing values,
+since writes through a view, ``.data`` or numpy do not increase a version counter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from neuron_accel.contract import DesyncError, GradientPart, UsageError
 
@@ -51,11 +52,12 @@ class ShardedGrad(torch.Tensor):
     _source: weakref.ref[GradientSource]
     _index: int
     _waiting: torch.Tensor | None
+    _shown: tuple[torch.Tensor, torch.Tensor] | None  # the sum that was read while a gradient waits, and a copy of it
 
     @staticmethod
     def __new__(cls, parameter: nn.Parameter, source: GradientSource, index: int) -> ShardedGrad:
         self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        self._source, self._index, self._waiting = weakref.ref(source), index, None
+        self._source, self._index, self._waiting, self._shown = weakref.ref(source), index, None, None
         return self
 
     def belongs_to(self, source: GradientSource) -> bool:
@@ -64,11 +66,13 @@ class ShardedGrad(torch.Tensor):
     def take_waiting(self) -> torch.Tensor | None:
         """Returns and removes the gradient that backward passes on this rank have added since the reduction, or
         None."""
+        self._take_edits()
         waiting, self._waiting = self._waiting, None
         return waiting
 
     def add_waiting(self, gradient: torch.Tensor) -> None:
         """Adds a gradient of this rank alone."""
+        self._take_edits()
         self._waiting = gradient if self._waiting is None else self._waiting + gradient
 
     def _value(self) -> torch.Tensor:
@@ -80,8 +84,19 @@ class ShardedGrad(torch.Tensor):
                 why="it is gathered from all ranks when it is read, and its optimizer no longer exists",
                 fix="read it before the accelerator releases the optimizer, or keep a clone of it",
             )
-        full = source.full_gradient(self._index)
-        return full if self._waiting is None else full + self._waiting
+        if self._waiting is None:
+            return source.full_gradient(self._index)
+        if self._shown is None:
+            shown = source.full_gradient(self._index) + self._waiting
+            self._shown = shown, shown.clone()
+        return self._shown[0]
+
+    def _take_edits(self) -> None:
+        """Applies what the user has written to the sum of the reduced gradient and that of this rank to the latter."""
+        shown, self._shown = self._shown, None
+        if shown is not None and self._waiting is not None:
+            new, old = shown
+            self._waiting = torch.where(new == old, self._waiting, self._waiting + (new - old))
 
     # ---- a tensor like any other -------------------------------------------------------------------------------------
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses
@@ -98,22 +113,12 @@ class ShardedGrad(torch.Tensor):
             if function is torch.ops.aten.zero_.default:
                 first._zero()
                 return first
-            if function._schema.is_mutable and first._waiting is not None:
-                raise UsageError(
-                    "A gradient cannot be changed in place between micro-batches.",
-                    where="`parameter.grad` of a parameter whose optimizer is sharded",
-                    why="it includes a gradient of this rank alone, which is not summed over ranks yet",
-                    fix="change it after the last micro-batch, or zero gradients after every step",
-                )
         values, named = tree_map(lambda v: v._value() if isinstance(v, cls) else v, (args, kwargs or {}))
         result = function(*values, **named)
-        if function._schema.is_mutable:  # below autograd, which increments version counters
-            read = zip(tree_leaves((args, kwargs or {})), tree_leaves((values, named)), strict=True)
-            torch.autograd.graph.increment_version([value for given, value in read if isinstance(given, cls)])
         return first if isinstance(first, cls) and result is values[0] else result
 
     def _zero(self) -> None:
-        self._waiting = None
+        self._waiting = self._shown = None
         source = self._source()
         if source is not None:
             source.zero_gradient(self._index)
@@ -184,7 +189,7 @@ class ReducedGradients(ABC):
         self.used_anywhere = [False] * len(bucket.parameters)
         self._gradient: torch.Tensor | None = None
         self._visible: tuple[ShardedGrad, ...] = ()
-        self._gathered = _Gathered()
+        self._gathered: list[torch.Tensor] = []  # the full gradient of each parameter, which the user may change
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -222,14 +227,14 @@ class ReducedGradients(ABC):
         """Sets the shard to ``gradient``, ``[partition.chunk]``, and the gradient of each parameter shard to its
         slice."""
         self._gradient = gradient
-        self._gathered.forget()
+        self._gathered = []
         for piece in self.pieces:
             piece.grad = self._part(gradient, piece) if self.used_anywhere[piece.place.parameter] else None
 
     def drop_gradients(self) -> None:
         """Drops gradients, also ``parameter.grad``."""
         self._gradient = None
-        self._gathered.forget()
+        self._gathered = []
         self.used_anywhere = [False] * len(self.parameters)
         for piece in self.pieces:
             piece.grad = None
@@ -244,7 +249,7 @@ class ReducedGradients(ABC):
         if self._gradient is None:
             self.drop_gradients()
         else:
-            self._gathered.forget()
+            self._gathered = []
             self._hand_out(self._gradient.zero_())
         for parameter in self.parameters:
             if self._gradient is not None and self._is_visible(parameter.grad):
@@ -284,7 +289,7 @@ class ReducedGradients(ABC):
     def before_change(self) -> None:
         """Must be called before the shard is changed in place, on every rank. Discards gathered gradients."""
         self._take_edits()
-        self._gathered.forget()
+        self._gathered = []
 
     @property
     def has_unreduced(self) -> bool:
@@ -306,11 +311,11 @@ class ReducedGradients(ABC):
                 why="it is gathered from all ranks when it is read",
                 fix="read it before `zero_grad`, or keep a clone of it",
             )
-        if not self._gathered.parts:
+        if not self._gathered:
             self._check_all_read(index)
             own = self._own_gradient().to(self.bucket.dtype)
-            self._gathered.hold(self._split(self.run.backend.all_gather(own, self.group)), own)
-        return self._gathered.parts[index]
+            self._gathered = self._split(self.run.backend.all_gather(own, self.group))
+        return self._gathered[index]
 
     def zero_gradient(self, index: int) -> None:
         """Sets the shard of one parameter's gradient to zero."""
@@ -349,14 +354,14 @@ class ReducedGradients(ABC):
         return self._gradient
 
     def _take_edits(self) -> None:
-        if not self._gathered.is_edited():
+        """Applies what the user has written to gathered gradients, and discards these. Not only if they were changed,
+        since each rank compares its own elements only and all of them must gather the next time."""
+        if not self._gathered:
             return
         own = self._own_gradient()
-        edited, before = self.run.backend.chunk(self._join(self._gathered.parts), self.group), self._gathered.before
-        assert before is not None
+        edited = self.run.backend.chunk(self._join(self._gathered), self.group)
         # Elements that were not changed keep the precision of the shard.
-        merged = torch.where(edited == before, own, edited.to(own.dtype))
-        self._hand_out(merged)
+        self._hand_out(torch.where(edited == own.to(edited.dtype), own, edited.to(own.dtype)))
 
     def _forget_all_but(self, kept: Sequence[bool]) -> None:
         """Drops the gradients that the user has dropped by setting ``parameter.grad``."""
@@ -366,32 +371,8 @@ class ReducedGradients(ABC):
         self.used_anywhere = [u and k for u, k in zip(self.used_anywhere, kept, strict=True)]
         if not any(self.used_anywhere):
             self._gradient = None
-            self._gathered.forget()
+            self._gathered = []
         for piece in self.pieces:
             if piece.grad is not None and not self.used_anywhere[piece.place.parameter]:
                 piece.grad.zero_()  # it may be a view of the shard
                 piece.grad = None
-
-
-class _Gathered:
-    """The gathered gradients of a bucket, which the user may read or change.
-
-    Attributes:
-        parts: the gradient of each parameter; empty if nothing is gathered.
-        before: this rank's shard when they were gathered.
-    """
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        self.parts: list[torch.Tensor] = []
-        self.before: torch.Tensor | None = None
-        self._versions: list[int] = []
-
-    def hold(self, parts: list[torch.Tensor], before: torch.Tensor) -> None:
-        self.parts, self.before = parts, before
-        self._versions = [part._version for part in parts]
-
-    def is_edited(self) -> bool:
-        return any(p._version != v for p, v in zip(self.parts, self._versions, strict=True))
