@@ -113,8 +113,9 @@ class ShardedGrad(torch.Tensor):
             if function is torch.ops.aten.zero_.default:
                 first._zero()
                 return first
-        values, named = tree_map(lambda v: v._value() if isinstance(v, cls) else v, (args, kwargs or {}))
-        result = function(*values, **named)
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize, False):  # views on a lazy device
+            values, named = tree_map(lambda v: v._value() if isinstance(v, cls) else v, (args, kwargs or {}))
+            result = function(*values, **named)
         return first if isinstance(first, cls) and result is values[0] else result
 
     def _zero(self) -> None:

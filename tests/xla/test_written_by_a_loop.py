@@ -1,0 +1,80 @@
+"""What a loop writes to gradients between our calls counts on XLA ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from neuron_accel.testing import run_ranks
+from neuron_accel.testing.xla_ranks import one_at_a_time
+
+GRADIENTS = {
+    "data": lambda g: g.data.mul_(0.5),
+    "clamped data": lambda g: g.data.clamp_(-1e-2, 1e-2),
+    "assigned rows": lambda g: g.__setitem__(slice(2), 0),
+    "view": lambda g: g.view(-1)[:3].mul_(0.5),
+    "detached": lambda g: g.detach().mul_(0.5),
+    "in place": lambda g: g.mul_(0.5),
+    "nothing": lambda g: None,
+}
+
+
+class Layers(nn.Module):
+    """A layer for each way to write."""
+
+    def __init__(self, ways, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 5, dtype=dtype) for _ in ways)
+
+    def forward(self, x):
+        return sum(layer(x.to(layer.weight.dtype)).square().float().mean() for layer in self.layers)
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(8, 6, generator=generator) for _ in range(count)]
+
+
+def train(model, optimizer, backward, steps, share, *, edit=None, write=None):
+    for x in batches(steps):
+        backward(model(share(x)))
+        for way, layer in zip(edit or (), model.layers, strict=False):
+            edit[way](layer.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        for way, layer in zip(write or (), model.layers, strict=False):
+            write[way](layer.weight)
+
+
+def on_ranks(plugins, dtype, kind):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins, "backend": "xla"})
+    with one_at_a_time():
+        model = Layers(KINDS[kind], dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
+
+    def share(x):
+        return x.chunk(size)[rank].to(accelerator.device)
+
+    train(model, optimizer, accelerator.backward, 2, share, **{kind: KINDS[kind]})
+    return [value.cpu() for value in accelerator.get_state_dict(model).values()]
+
+
+KINDS = {"edit": GRADIENTS}
+ZERO = {"zero1": ["zero1"], "fully_sharded": [{"fully_sharded": {"modules": "layers.*"}}]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ZERO)
+def test_it_counts_as_in_one_process(name, kind):
+    model = Layers(KINDS[kind])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    train(model, optimizer, torch.Tensor.backward, 2, lambda x: x, **{kind: KINDS[kind]})
+    found = run_ranks(on_ranks, 2, ZERO[name], torch.float32, kind, backend="xla", timeout=110)[0]
+    for way, value, expected in zip(KINDS[kind], found[::2], list(model.state_dict().values())[::2], strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6, msg=lambda m, way=way: f"{way}: {m}")
