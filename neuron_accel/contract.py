@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
     from neuron_accel.engine.optim.flat_step import FlatStep
     from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
+    from neuron_accel.engine.optim.held import state_of
     from neuron_accel.engine.optim.norms import (
         GradientPart,
         clip_by_norm,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         global_norm,
         unsharded_gradients,
     )
+    from neuron_accel.engine.optim.own_methods import OwnMethods
     from neuron_accel.engine.optim.reducer import BackwardWatcher, GradientReducer
     from neuron_accel.engine.optim.twin import (
         ReplicaState,
@@ -173,6 +175,7 @@ _NAMES = {
     ),
     "engine.optim.flat_step": ("FlatStep",),
     "engine.optim.full_parameter": ("FullParameterOptimizer",),
+    "engine.optim.held": ("state_of",),
     "engine.optim.norms": (
         "GradientPart",
         "clip_by_norm",
@@ -182,6 +185,7 @@ _NAMES = {
         "global_norm",
         "unsharded_gradients",
     ),
+    "engine.optim.own_methods": ("OwnMethods",),
     "engine.optim.reducer": (
         "BackwardWatcher",
         "GradientReducer",
@@ -309,6 +313,7 @@ __all__ = [
     "NeuronAccelError",
     "NonFiniteError",
     "OpenRange",
+    "OwnMethods",
     "ParameterError",
     "ParameterMap",
     "ParameterRecord",
@@ -373,6 +378,7 @@ __all__ = [
     "register_plugin",
     "register_product_hook",
     "reported",
+    "state_of",
     "take_weights",
     "tensor_to_object",
     "translate",

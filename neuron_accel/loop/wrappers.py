@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.overrides import TorchFunctionMode
 
 from neuron_accel.engine.optim.flat_step import FlatStep
+from neuron_accel.engine.optim.held import each_optimizer
 from neuron_accel.engine.optim.lazy_hyperparameters import as_device_data
 from neuron_accel.errors import ParameterError, UsageError
 
@@ -190,7 +191,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
     """Moves the state that an optimizer creates in its constructor (as Adagrad does) to the device of its parameters;
     0-dim tensors, such as step counters, stay on the host."""
-    for parameter, entries in optimizer.state.items():
+    for parameter, entries in (item for each in each_optimizer(optimizer) for item in each.state.items()):
         for name, value in entries.items() if isinstance(entries, dict) else ():
             if isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
                 entries[name] = value.to(parameter.device)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from neuron_accel.engine.optim.held import all_groups, state_of
 from neuron_accel.engine.optim.twin import StandIn, attributes_of, names_parameters, translate, twin
 
 _CUT = 24 * 40 // 3 + 7
@@ -38,18 +39,18 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns the reason why :func:`is_elementwise` is False, or None if it is True."""
-
-    def flat_pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
-        return matrix.reshape(-1).split([_CUT, matrix.numel() - _CUT])
-
     for group, owner in _kinds(optimizer):
         try:
-            agrees = _agrees(optimizer, group, owner, matrices=1, divide=flat_pieces)
+            agrees = _agrees(optimizer, group, owner, matrices=1, divide=_flat_pieces)
         except Exception as error:  # it cannot handle 1-dim parameters (Muon), or fails for another reason
             return f"it failed on small parameters that represent shards: {type(error).__name__}: {error}"
         if not agrees:
             return "its update uses the norm or the shape of the full parameter, which no rank would hold"
     return None
+
+
+def _flat_pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
+    return matrix.reshape(-1).split([_CUT, matrix.numel() - _CUT])
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
@@ -66,6 +67,48 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
         return True
 
 
+# ---- other methods than `step` ---------------------------------------------------------------------------------------
+Call: TypeAlias = tuple[str, Sequence[Any], Mapping[str, Any]]
+"""Name and arguments of a method that is called."""
+
+
+def why_not_by_shards(optimizer: torch.optim.Optimizer, calls: Sequence[Call], *, by_parameter: bool) -> str | None:
+    """Returns why methods of an optimizer (``eval``, ``swap_average``) cannot be called for shards of parameters, or
+    None if they can: the result is then that of a call for the full parameters.
+
+    Args:
+        optimizer: as for :func:`is_elementwise`.
+        calls: the methods, in the order in which they are called after a few steps.
+        by_parameter: whether shards are full parameters, but only some of them.
+    """
+    ways: list[tuple[int, Callable[[torch.Tensor], Sequence[torch.Tensor]]]] = [(2, lambda matrix: [matrix])]
+    ways += [] if by_parameter else [(1, _flat_pieces)]
+    for group, owner in _held_kinds(optimizer):
+        for matrices, divide in ways:
+            try:
+                agrees = _agrees(optimizer, group, owner, matrices=matrices, divide=divide, calls=calls)
+            except Exception as error:
+                return f"it failed on small parameters that represent shards: {type(error).__name__}: {error}"
+            if not agrees:
+                return "its result depends on all parameters together, or on the full parameter, which no rank holds"
+    return None
+
+
+def uses_gradients(optimizer: torch.optim.Optimizer, calls: Sequence[Call]) -> bool:
+    """Returns whether the last of ``calls`` depends on gradients. Arguments are as for :func:`why_not_by_shards`."""
+    values, gradients = _examples(1)
+    for group, owner in _held_kinds(optimizer):
+        results = [_updated(optimizer, group, owner, values, gradients, calls, factor)[0] for factor in (1.0, 2.0)]
+        if not torch.equal(*results):
+            return True
+    return False
+
+
+def _held_kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Yields what :func:`_kinds` does, without groups of which this rank has no elements."""
+    yield from ((group, owner) for group, owner in _kinds(optimizer) if owner is not None and owner.numel())
+
+
 def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     """Yields each group with one parameter for every set of attributes that parameters have, a few at most."""
     for group in optimizer.param_groups:
@@ -78,10 +121,37 @@ def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], t
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer cannot step without a closure, like LBFGS, which runs forward and backward inside a
-    step."""
+    """Returns whether an optimizer cannot step without a closure, like LBFGS and SAM, which run forward and backward
+    inside a step."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    if closure is None or closure.default is inspect.Parameter.empty:
+        return closure is not None
+    for group, owner in _kinds(optimizer):
+        if not group["params"]:
+            continue
+        if not _steps(optimizer, group, owner, with_closure=False):
+            return _steps(optimizer, group, owner, with_closure=True)
+        return False
+    return False
+
+
+def _steps(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], owner: torch.Tensor | None, *, with_closure: bool
+) -> bool:
+    """Returns whether a step on a small matrix raises no error."""
+    parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+    def closure() -> torch.Tensor:
+        parameter.grad = torch.ones_like(parameter)
+        return parameter.detach().sum()
+
+    try:
+        trial: Any = _twin(optimizer, group, owner, [parameter])
+        closure()
+        trial.step(*([closure] if with_closure else []))
+    except Exception:
+        return False
+    return True
 
 
 def _agrees(
@@ -91,18 +161,27 @@ def _agrees(
     *,
     matrices: int,
     divide: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda matrix: [matrix],
+    calls: Sequence[Call] = (),
 ) -> bool:
     values, gradients = _examples(matrices)
-    together = _updated(optimizer, group, owner, values, gradients)
+    together = _updated(optimizer, group, owner, values, gradients, calls)
     apart = []
     for value, of_value in zip(values, gradients, strict=True):
         pieces = list(zip(divide(value), *(divide(g) for g in of_value), strict=True))
-        updated = [_updated(optimizer, group, owner, [piece[0]], [piece[1:]])[0].reshape(-1) for piece in pieces]
-        apart.append(torch.cat(updated))
+        updated = [_updated(optimizer, group, owner, [piece[0]], [piece[1:]], calls)[0] for piece in pieces]
+        apart.append(torch.cat(updated, dim=1))
     return all(
-        bool((one.reshape(-1) - other).abs().max() <= _TOLERANCE * (one - value).abs().max())
+        one.shape == other.shape and _is_close(one, other, value)
         for one, other, value in zip(together, apart, values, strict=True)
     )
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor, value: torch.Tensor) -> bool:
+    """Compares results of :func:`_updated`, relative to the largest update, and the largest entry of the state."""
+    before = torch.zeros_like(one)
+    before[0] = value.reshape(-1)
+    errors, sizes = (one - other).abs().amax(dim=1), (one - before).abs().amax(dim=1)
+    return bool((errors <= _TOLERANCE * sizes).all())
 
 
 def _examples(count: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
@@ -131,15 +210,27 @@ def _updated(
     owner: torch.Tensor | None,
     values: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
+    calls: Sequence[Call] = (),
+    factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Returns the values of the parameters after the steps of one optimizer."""
+    """Returns for each parameter its values after the steps of one optimizer and after ``calls``, and the entries of
+    its state then, ``[1 + entries, elements]``; without calls no entries. Gradients of the last of the calls are
+    multiplied by ``factor``."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     trial = _twin(optimizer, group, owner, parameters)
     for step in range(_STEPS):
         for parameter, of_parameter in zip(parameters, gradients, strict=True):
             parameter.grad = of_parameter[step].clone()
         trial.step()
-    return [parameter.detach() for parameter in parameters]
+    for number, (name, arguments, options) in enumerate(calls, start=1):
+        for parameter, of_parameter in zip(parameters, gradients, strict=True):
+            parameter.grad = of_parameter[0] * (factor if number == len(calls) else 1.0)
+        getattr(trial, name)(*arguments, **options)
+    rows = [[parameter.detach()] for parameter in parameters]
+    for row, parameter in zip(rows, parameters, strict=True) if calls else ():
+        entries = sorted(state_of(trial).get(parameter, {}).items())
+        row += [v for _, v in entries if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
+    return [torch.stack([value.reshape(-1).double() for value in row]) for row in rows]
 
 
 def _twin(
@@ -153,14 +244,27 @@ def _twin(
     # scalars. An optimizer may also depend on a parameter's attributes and name, and store values by parameter.
     stand_ins = [StandIn(p, partial(_initial, owner=owner, parameter=p)) for p in parameters if owner is not None]
     state: dict[torch.Tensor, dict[str, Any]] = {}
+    known = state_of(optimizer)
     for mine in stand_ins:
         assert owner is not None
         mine.take_attributes(owner)
-        if optimizer.state.get(owner):
-            like = optimizer.state[owner]
-            entries = {name: _initial(value, owner, mine.parameter) for name, value in like.items()}
-            state[mine.parameter] = entries
-    options = {k: v if names_parameters(v) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
+        if known.get(owner):
+            state[mine.parameter] = {n: _initial(v, owner, mine.parameter) for n, v in known[owner].items()}
+    trial = twin(optimizer, [{**group, "params": parameters}], state, of=[group])
+    for options in all_groups(trial):
+        _prepare_options(options, group, owner)
+    if owner is not None:
+        translate(trial, {owner: stand_ins})
+    switch = getattr(trial, "train", None)  # a schedule-free optimizer only steps in train mode
+    if callable(switch):
+        switch()
+    return trial
+
+
+def _prepare_options(options: dict[str, Any], group: Mapping[str, Any], owner: torch.Tensor | None) -> None:
+    """Copies the values of the options of a trial, with another learning rate where this one would not do."""
+    parameters = options["params"]
+    options.update({k: v if names_parameters(v) else copy.deepcopy(v) for k, v in options.items() if k != "params"})
     if "param_names" in options and owner is not None:
         position = next(i for i, p in enumerate(group["params"]) if p is owner)
         options["param_names"] = [group["param_names"][position]] * len(parameters)
@@ -169,10 +273,6 @@ def _twin(
         options["lr"] = torch.full_like(lr, 1e-2)  # reading it could stall a device
     elif lr == 0:  # as at the start of a warm-up; without updates the test would always succeed
         options["lr"] = 1e-2
-    trial = twin(optimizer, [{**options, "params": parameters}], state)
-    if owner is not None:
-        translate(trial, {owner: stand_ins})
-    return trial
 
 
 def _initial(value: Any, owner: torch.Tensor, parameter: torch.Tensor) -> Any:

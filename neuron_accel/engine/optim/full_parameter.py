@@ -9,13 +9,15 @@ therefore gather it and update it in full, and each then keeps its own shard.
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise, needs_closure
+from neuron_accel.engine.optim.held import state_of
+from neuron_accel.engine.optim.own_methods import OwnMethods
 from neuron_accel.engine.optim.twin import StandIn, StatePiece, copy_options, recipe_of, translate, twin
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.engine.runtime.tensors import full_tensor
@@ -52,13 +54,13 @@ def full_parameter_step(optimizer: torch.optim.Optimizer, run: Run) -> torch.opt
     return FullParameterOptimizer(optimizer, layouts, run)
 
 
-class FullParameterOptimizer(torch.optim.Optimizer):
+class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
     """An optimizer of shards that steps on full parameters.
 
     Every rank along an axis over which a parameter is sharded holds the optimizer's state for the full parameter.
 
     Args:
-        optimizer: the optimizer of the shards, without state.
+        optimizer: the optimizer of the shards. State that it has from the start is gathered.
         layout_of: the layout of the full parameter of each shard. The caller may add to it later.
         run: the run.
     """
@@ -74,11 +76,15 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._layout_of, self._run = ChainMap({}, layout_of), run
         self._full: dict[nn.Parameter, nn.Parameter] = {}
+        self._evaluates = needs_closure(optimizer)
         if recipe_of(optimizer) is not None:  # its constructor needs the parameters that it will update
             self._gather()
         self.inner = twin(optimizer, [self._inner_group(group) for group in optimizer.param_groups])
         self._translate()
         self._release()
+        known = state_of(optimizer)
+        for shard in [shard for group in optimizer.param_groups for shard in group["params"] if shard in known]:
+            self.put_state(shard, known.pop(shard))
         if recipe_of(optimizer) is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
 
@@ -116,8 +122,11 @@ class FullParameterOptimizer(torch.optim.Optimizer):
                     full.grad = None if shard.grad is None else full_tensor(shard.grad, layout, self._run)
 
     def _scatter(self) -> None:
-        """Copies this rank's shard of each full parameter to the sharded parameter."""
+        """Copies this rank's shard of each full parameter to the sharded parameter. A gradient that the optimizer has
+        dropped is dropped."""
         for shard, full in self._full.items():
+            if full.grad is None and shard.grad is not None:
+                shard.grad = None
             shard.copy_(self._layout_of[shard].shard(full.detach(), self._run.coordinates))
 
     def _release(self) -> None:
@@ -133,11 +142,12 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     @property
-    def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
         """The state of the full parameter, by shard."""
         shards = [shard for group in self.param_groups for shard in group["params"]]
-        state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        state.update({p: self.inner.state[self._full_of(p)] for p in shards if self._full_of(p) in self.inner.state})
+        state: dict[torch.Tensor, Any] = defaultdict(dict)
+        known = state_of(self.inner)
+        state.update({p: known[self._full_of(p)] for p in shards if self._full_of(p) in known})
         return state
 
     def _learn(self, shards: Sequence[nn.Parameter]) -> None:
@@ -164,12 +174,12 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         self.inner.param_groups[index]["params"].extend(self._full_of(shard) for shard in shards)
         self._translate()
 
-    def put_state(self, shard: nn.Parameter, entries: dict[str, Any]) -> None:
+    def put_state(self, shard: nn.Parameter, entries: Mapping[str, Any]) -> None:
         """Gives the optimizer the state of a shard, which is gathered to that of the full parameter. Collective along
         the axes over which it is sharded."""
         store, key = self.place_of_state(shard)
         if key is shard:
-            store[key] = entries
+            store[key] = dict(entries)
             return
         layout = self._layout_of[shard]
         store[key] = {
@@ -190,7 +200,7 @@ class FullParameterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
         """Performs a step on full parameters. Collective along the axes over which they are sharded."""
-        loss, inside = None, needs_closure(self.inner)
+        loss, inside = None, self._evaluates
         if closure is not None and not inside:
             with torch.enable_grad():
                 loss = closure()
@@ -216,9 +226,21 @@ class FullParameterOptimizer(torch.optim.Optimizer):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler checks this attribute
         return loss
 
-    def place_of_state(self, shard: nn.Parameter) -> tuple[MutableMapping[torch.Tensor, dict[str, Any]], nn.Parameter]:
+    @torch.no_grad()
+    def call_own(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Calls a method of the inner optimizer on full parameters. Collective like :meth:`step`."""
+        self._gather()
+        copy_options(self.optimizer, self.inner)
+        with torch.enable_grad():
+            result = getattr(self.inner, name)(*arguments, **options)
+        copy_options(self.inner, self.optimizer)
+        self._scatter()
+        self._release()
+        return result
+
+    def place_of_state(self, shard: nn.Parameter) -> tuple[MutableMapping[torch.Tensor, Any], nn.Parameter]:
         """Returns where the state of a shard is stored: a mapping and the key in it."""
-        return self.inner.state, self._full_of(shard)
+        return state_of(self.inner), self._full_of(shard)
 
     def state_pieces(self) -> list[StatePiece]:
         """Returns this rank's state, one :class:`StatePiece` for each parameter of the original model."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
@@ -12,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from neuron_accel.engine.optim.held import (
+    all_groups,
+    each_optimizer,
+    held_optimizers,
+    is_state_of,
+    matching_group,
+    state_of,
+)
 from neuron_accel.engine.sharding.parameters import ParameterRecord
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
@@ -102,8 +112,11 @@ def build_deferred(optimizer: torch.optim.Optimizer) -> None:
 
 def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
     """Copies the hyper-parameters of the groups of ``source`` to those of ``target``, except options that contain
-    parameters."""
-    for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
+    parameters. So for the optimizers that both hold."""
+    held = held_optimizers(target)
+    pairs = [(source, target), *((theirs, held[path]) for path, theirs in held_optimizers(source).items())]
+    groups = [pair for theirs, mine in pairs for pair in zip(theirs.param_groups, mine.param_groups, strict=True)]
+    for theirs, mine in {id(mine): (theirs, mine) for theirs, mine in groups}.values():
         mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names") and not names_parameters(v)})
 
 
@@ -153,8 +166,10 @@ def knows_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns the name of an attribute or option of ``optimizer`` that contains parameters or values by parameter, or
     None."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = [item for item in vars(optimizer).items() if item[0] not in _OWN]
-    named += [item for group in optimizer.param_groups for item in group.items() if item[0] != "params"]
+    everyone = each_optimizer(optimizer)
+    named = [item for each in everyone for item in vars(each).items() if item[0] not in _OWN]
+    named = [item for item in named if not is_state_of(item[1], everyone)]
+    named += [item for group in all_groups(optimizer) for item in group.items() if item[0] != "params"]
     for name, value in named:
         if isinstance(value, (Mapping, Set)) and any(isinstance(key, int) and key in mine for key in value):
             return name
@@ -165,11 +180,13 @@ def knows_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
 
 def translate(optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) -> None:
     """Adds stand-ins to the collections in attributes and options of an optimizer that contain parameters, or values by
-    parameter or by the ``id`` of a parameter."""
-    for name, value in vars(optimizer).items():
-        if name not in _OWN:
-            vars(optimizer)[name] = translated(value, stand_ins)
-    for group in optimizer.param_groups:
+    parameter or by the ``id`` of a parameter. So for those that it holds."""
+    everyone = each_optimizer(optimizer)
+    for each in everyone:
+        for name, value in vars(each).items():
+            if name not in _OWN and not is_state_of(value, everyone):
+                vars(each)[name] = translated(value, stand_ins)
+    for group in all_groups(optimizer):
         for name, value in group.items():
             if name not in ("params", "param_names"):
                 group[name] = translated(value, stand_ins)
@@ -220,36 +237,109 @@ def extend_group(optimizer: torch.optim.Optimizer, index: int, parameters: Seque
         optimizer.param_groups[index]["params"].extend(parameters)
 
 
-def put_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entries: dict[str, Any]) -> None:
+def put_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entries: Mapping[str, Any]) -> None:
     """Sets an optimizer's state of a parameter. Entries have the parameter's shape or are scalars."""
     own = getattr(optimizer, "put_state", None)
     if own is not None:
         own(parameter, entries)
     else:
-        optimizer.state[parameter] = entries
+        state_of(optimizer)[parameter] = dict(entries)
 
 
 def twin(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
-    state: Mapping[torch.Tensor, dict[str, Any]] | None = None,
+    state: Mapping[torch.Tensor, Mapping[str, Any]] | None = None,
+    *,
+    of: Sequence[dict[str, Any]] | None = None,
 ) -> torch.optim.Optimizer:
-    """Returns an optimizer of the same class and options for other groups of parameters.
+    """Returns an optimizer of the same class and options for other groups of parameters. The optimizers that it holds
+    are copied too, for the same groups.
 
     Args:
         optimizer: the optimizer, which is not changed.
         groups: groups with all their options.
-        state: initial state. A deferred optimizer gets the state from its constructor instead.
+        state: initial state, as of :func:`state_of`. A deferred optimizer gets the state from its constructor instead.
+        of: the groups that they replace; by default all groups of ``optimizer``.
+
+    Raises:
+        UsageError: if it holds an optimizer in a way that is not understood.
     """
     recipe = recipe_of(optimizer)
     if recipe is not None:
         return recipe.build(groups)
-    result = object.__new__(type(optimizer))
-    result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in _OWN})
-    result.state = defaultdict(dict)
-    result.state.update(state or {})
-    result.param_groups = groups
-    return result
+    copies = _Copies(optimizer, groups, optimizer.param_groups if of is None else of)
+    for parameter, entries in (state or {}).items():
+        state_of(copies.result)[parameter] = dict(entries)
+    return copies.result
+
+
+class _Copies:
+    """The copies of an optimizer, and of what it shares with those that it holds.
+
+    Args:
+        optimizer, groups, of: see :func:`twin`.
+
+    Attributes:
+        result: the copy of ``optimizer``.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], of: Sequence[dict[str, Any]]
+    ) -> None:
+        self._optimizer, self._everyone = optimizer, each_optimizer(optimizer)
+        self._new = {id(old): new for old, new in zip(of, groups, strict=True)}
+        self._copies: dict[int, tuple[Any, Any]] = {id(optimizer.param_groups): (optimizer.param_groups, groups)}
+        for each in self._everyone:
+            self._add(each, object.__new__(type(each)))
+            self._add(each.state, defaultdict(dict))
+        for held in self._everyone[1:]:
+            self._add(held.param_groups, [mine for mine in map(self._group, held.param_groups) if mine is not None])
+        for each in self._everyone:
+            own = {name: value for name, value in vars(each).items() if name not in ("step", "_neuron_accel_recipe")}
+            vars(self._of(each)).update({name: self._copied(value) for name, value in own.items()})
+        self.result: torch.optim.Optimizer = self._of(optimizer)
+
+    def _add(self, value: Any, copied: Any) -> None:
+        self._copies.setdefault(id(value), (value, copied))  # with the original, whose id is then not used again
+
+    def _of(self, value: Any) -> Any:
+        known, copied = self._copies.get(id(value), (None, None))
+        return copied if known is value else None
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the group of a held optimizer for the new parameters; None if they are those of other groups."""
+        mine = matching_group(group, self._optimizer.param_groups, self._optimizer)
+        new = self._new.get(id(mine))
+        if new is None or mine is group:
+            return new
+        self._add(group, {**group, "params": new["params"]})
+        return self._of(group)
+
+    def _copied(self, value: Any) -> Any:
+        """Returns the copy of an attribute's value, if it is or contains one of these; else the value."""
+        copied = self._of(value)
+        if copied is not None:
+            return copied
+        if isinstance(value, types.MethodType) and self._of(value.__self__) is not None:
+            return types.MethodType(value.__func__, self._of(value.__self__))
+        if type(value) in (list, tuple) and any(self._of(entry) is not None for entry in value):
+            return type(value)(self._copied(entry) for entry in value)
+        if type(value) is dict and any(self._of(entry) is not None for entry in value.values()):
+            return {key: self._copied(entry) for key, entry in value.items()}
+        if _refers_to(value, self._everyone):
+            raise UsageError(
+                f"{type(self._optimizer).__name__} holds a {type(value).__name__} that refers to an optimizer.",
+                where="prepare(optimizer)",
+                why="it is copied for the shards of this rank, and that object would still act on the original one",
+                fix="train without sharding, or let the optimizer hold no such object",
+            )
+        return value
+
+
+def _refers_to(value: Any, optimizers: Sequence[Any]) -> bool:
+    inside = () if isinstance(value, (type, types.ModuleType)) else getattr(value, "__dict__", {}).values()
+    return any(entry is each for entry in inside for each in optimizers)
 
 
 # ---- The state of an optimizer in terms of the parameters of the original model --------------------------------------
@@ -281,26 +371,27 @@ class StatePiece:
     master: bool = False
     whole: bool = False
     key: torch.Tensor | None = None
-    store: MutableMapping[torch.Tensor, dict[str, Any]] | None = None
+    store: MutableMapping[torch.Tensor, Any] | None = None
 
     def __repr__(self) -> str:
         master = ", master weights" if self.master else ""
         return f"<{type(self).__name__}: elements {self.start} to {self.stop} of {self.record!r}{master}>"
 
-    def read_state(self, optimizer: Any) -> dict[str, Any]:
+    def read_state(self, optimizer: Any) -> MutableMapping[str, Any]:
         """Returns the entries of the state in ``optimizer``; empty before the first step."""
-        store = optimizer.state if self.store is None else self.store
+        store = state_of(optimizer) if self.store is None else self.store
         return store.get(self.parameter if self.key is None else self.key, {})
 
-    def new_state(self, optimizer: Any) -> dict[str, Any]:
-        """Replaces the entries of the state by an empty dict, and returns it."""
-        store = optimizer.state if self.store is None else self.store
-        entries = store[self.parameter if self.key is None else self.key] = {}
-        return entries
+    def new_state(self, optimizer: Any) -> MutableMapping[str, Any]:
+        """Replaces the entries of the state by none, and returns them, to which entries can be added."""
+        store = state_of(optimizer) if self.store is None else self.store
+        key = self.parameter if self.key is None else self.key
+        store[key] = {}
+        return store[key]
 
     def drop_state(self, optimizer: Any) -> None:
         """Removes the state, as before the first step."""
-        store = optimizer.state if self.store is None else self.store
+        store = state_of(optimizer) if self.store is None else self.store
         store.pop(self.parameter if self.key is None else self.key, None)
 
     def take_weights(self, run: Run) -> None:

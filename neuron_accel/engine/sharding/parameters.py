@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from neuron_accel.engine.optim.held import all_groups, state_of
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import LayoutError, ParameterError, did_you_mean
 
@@ -334,7 +335,7 @@ def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coord
     """Makes ``optimizer`` hold the current parameters instead of those it was created with.
 
     Groups, their order and their hyper-parameters are kept. Parameters of which this rank holds no shard are removed
-    from their group. Existing state is sharded like the parameter.
+    from their group. Existing state is sharded like the parameter. So for the optimizers that it holds.
 
     Args:
         optimizer: changed in place.
@@ -344,8 +345,8 @@ def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coord
     Raises:
         ParameterError: if the optimizer holds a parameter of no prepared model, or state that cannot be sharded.
     """
-    maps = list(maps)
-    for index, group in enumerate(optimizer.param_groups):
+    maps, known = list(maps), state_of(optimizer)
+    for index, group in enumerate(all_groups(optimizer)):
         parameters: list[nn.Parameter] = []
         names: list[str] = []
         for position, parameter in enumerate(group["params"]):
@@ -358,11 +359,11 @@ def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coord
                     why="it would never be synchronised, sharded or saved",
                     fix="build the optimizer from the parameters of the model that is prepared with it or earlier",
                 )
-            state = optimizer.state.pop(parameter, None) if parameter is not record.current else None
+            state = known.pop(parameter, None) if parameter is not record.current else None
             if record.current is None:
                 continue
             if state:
-                optimizer.state[record.current] = {
+                known[record.current] = {
                     name: _cut_state(value, record, name, coordinates) for name, value in state.items()
                 }
             parameters.append(record.current)

@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from neuron_accel.contract import (
     FlatStep,
     FullParameterOptimizer,
     GradientPart,
+    OwnMethods,
     ParameterError,
     PlanError,
     StandIn,
@@ -43,6 +44,7 @@ from neuron_accel.contract import (
     needs_closure,
     put_state,
     recipe_of,
+    state_of,
     translate,
     twin,
     used_anywhere,
@@ -58,8 +60,10 @@ from neuron_accel.strategies.zero1.state_dict import Place, by_place, joined_ent
 if TYPE_CHECKING:
     from neuron_accel.contract import Layout, ParameterRecord, PreparedModel, Run
 
+T = TypeVar("T")
 
-class Zero1Optimizer(torch.optim.Optimizer):
+
+class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
     """Updates this rank's shards of an optimizer's parameters.
 
     Args:
@@ -135,6 +139,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._action = run.join.register(
             "a backward pass", lambda *state: self._watcher.take_part(*state), settle=self.flush
         )
+        self._own_call = run.join.register("a method of the optimizer", self.call_own)
+        self._uses_gradients: dict[str, bool] = {}  # the methods that were tested
         self._watcher = BackwardWatcher(
             self._records(optimizer.param_groups),
             self._admit,
@@ -222,7 +228,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def _add_shards(self, shards: list[BucketShard]) -> None:
         """Adds further shards to existing groups of the inner optimizer."""
         assert self.inner is not None
-        state: Mapping[torch.Tensor, dict[str, Any]] = self._sharded_state(shards)
+        state: Mapping[torch.Tensor, Mapping[str, Any]] = self._sharded_state(shards)
         known = self.param_groups[: len(self.inner.param_groups)]
         group_of = {p: index for index, group in enumerate(known) for p in group["params"]}
         updated: list[list[nn.Parameter]] = [[] for _ in known]
@@ -237,7 +243,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if self._recipe is not None:
             options = [{name: value for name, value in group.items() if name != "param_names"} for group in known]
             groups = [{**group, "params": masters} for group, masters in zip(options, updated, strict=True)]
-            state = {**self._recipe.build(groups).state, **state}
+            state = {**state_of(self._recipe.build(groups)), **state}
         for updates, entries in state.items():
             put_state(self.inner, updates, entries)
         self._release(shards)
@@ -261,9 +267,12 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     def _translate(self) -> None:
         """Adds the shards to what the optimizer stores by parameter."""
-        assert self.inner is not None
-        inner = self.inner.optimizer if isinstance(self.inner, FullParameterOptimizer) else self.inner
-        translate(inner, self._stand_ins())
+        translate(self._twin, self._stand_ins())
+
+    @property
+    def _twin(self) -> torch.optim.Optimizer:
+        """The optimizer of the class of the user's, of this rank's shards."""
+        return self.inner.optimizer if isinstance(self.inner, FullParameterOptimizer) else self.inner
 
     def _copy_attributes(self) -> None:
         """Copies attributes that the user has set on parameters to the tensors that are updated instead of them."""
@@ -398,10 +407,11 @@ class Zero1Optimizer(torch.optim.Optimizer):
     def _sharded_state(self, shards: Iterable[BucketShard]) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the shards of state that the user's optimizer has from the start or from earlier steps."""
         state: dict[torch.Tensor, dict[str, Any]] = {}
-        for shard in shards if self.optimizer.state else ():
+        known = state_of(self.optimizer)
+        for shard in shards if known else ():
             entries_of = shard.open(state)
             for piece in shard.pieces:
-                for name, value in self.optimizer.state.get(piece.parameter, {}).items():
+                for name, value in known.get(piece.parameter, {}).items():
                     sharded = _shard_entry(value, piece.parameter, piece, self._plugin)
                     entries_of.setdefault(piece.master, {})[name] = sharded
             self._replace(shard.close(state))
@@ -409,9 +419,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     def _release(self, shards: Iterable[BucketShard]) -> None:
         """Removes the state of sharded parameters from the user's optimizer, as the inner optimizer has it."""
+        known = state_of(self.optimizer)
         for shard in shards:
             for parameter in shard.parameters:
-                self.optimizer.state.pop(parameter, None)
+                known.pop(parameter, None)
 
     # ---- the interface of an optimizer -------------------------------------------------------------------------------
     @property
@@ -425,13 +436,13 @@ class Zero1Optimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The state of this rank's shards."""
-        return self.inner.state
+        return self.inner.state if isinstance(self.inner, FullParameterOptimizer) else state_of(self.inner)
 
     def take_over(self) -> None:
         """Applies values that were written to master weights and state by parameter (:meth:`state_pieces`)."""
         self.settle()
         for shard in self.shards:
-            self._replace(shard.close(self.inner.state))
+            self._replace(shard.close(self.state))
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -544,20 +555,67 @@ class Zero1Optimizer(torch.optim.Optimizer):
             parts = self.gradient_parts(p for group in self.param_groups for p in group["params"])
             self.grad_norm = global_norm(parts, self._run)
             scale_parts(parts, clip_coefficient(self.grad_norm, self._max_norm))
-        copy_options(self.optimizer, self.inner)
+        copy_options(self.optimizer, self._twin)
         self._copy_attributes()
         self.take_over()
         for shard in self.shards:
-            self._replace(shard.regroup(self.inner.state))
+            self._replace(shard.regroup(self.state))
             shard.before_update()
         (self._flat_step or self.inner.step)(**options)
         for shard in self.shards:
             shard.after_update()
-        copy_options(self.inner, self.optimizer)
+        copy_options(self._twin, self.optimizer)
         self.gather_weights()
         # A scheduler warns if the optimizer it was built with never steps; it checks this attribute.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    def call_own(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Calls a method of the user's optimizer for this rank's shards, such as ``eval`` of a schedule-free optimizer,
+        and gathers the weights if it may have written to them. Collective.
+
+        Raises:
+            UsageError: if its result would not be that of a call for all parameters.
+        """
+        self._own_call(name, arguments, options)
+        self.settle()
+        copy_options(self.optimizer, self._twin)
+        self.take_over()
+        if name not in self._uses_gradients:
+            self._test_own(name, arguments, options)
+        if self._uses_gradients[name]:
+            self.flush()
+        self._sync_user_weights()
+        for shard in self.shards:
+            self._replace(shard.regroup(self.state) if self._uses_gradients[name] else {})
+            shard.before_update()
+        result, wrote = self.watched_call(name, arguments, options)
+        for shard in self.shards:
+            shard.after_update()
+        copy_options(self._twin, self.optimizer)
+        if any(self._everyone(wrote)):
+            self.gather_weights()
+            self._run.backend.step_boundary()
+        return result
+
+    def _test_own(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+        found = self.trial(self._twin, name, arguments, options, by_parameter=self._keeps_parameters)
+        everyone = self._everyone(found)
+        reason = next((reason for reason, _ in everyone if reason is not None), None)
+        if reason is not None:
+            raise UsageError(
+                f"{type(self._twin).__name__}.{name} cannot be called with {self._title}.",
+                where=f"plugin {self._plugin!r}, optimizer.{name}()",
+                why=reason,
+                fix=f"train without {self._title}",
+            )
+        self._uses_gradients[name] = any(uses for _, uses in everyone)
+
+    def _everyone(self, value: T) -> list[T]:
+        """Returns the values of all ranks that shard the optimizer; on devices whose ranks run one graph, this
+        rank's."""
+        alone = self._lazy or self._group.size == 1
+        return [value] if alone else self._run.backend.all_gather_object(value, self._group)
 
     def _warn_inside_no_sync(self) -> None:
         if self._has_warned or self._run.data_parallel_size == 1 or all(m.sync_enabled for m in self._models):
@@ -598,10 +656,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
         weights if they are separate from the parameters."""
         self.take_over()
         self._sync_user_weights()
-        copy_options(self.optimizer, self.inner)
+        copy_options(self.optimizer, self._twin)
         result = self.inner.state_dict()
         result["pieces"] = self._held()
-        known = cast(dict[nn.Parameter, dict[str, Any]], self.optimizer.state)
+        known = cast(Mapping[nn.Parameter, Any], state_of(self.optimizer))
         frozen = {self.record(p).fqn: dict(entries) for p, entries in known.items() if entries}
         if frozen:
             result["whole_state"] = frozen
@@ -641,11 +699,11 @@ class Zero1Optimizer(torch.optim.Optimizer):
             held = self._split_like(saved)
             given = reordered(given, saved, held, self._lengths(), self.inner.state_dict())
         self.inner.load_state_dict(given)
-        copy_options(self.inner, self.optimizer)
+        copy_options(self._twin, self.optimizer)
         for parameter in (p for group in self.param_groups for p in group["params"]):
             entries = state_dict.get("whole_state", {}).get(self.record(parameter).fqn)
             if entries is not None and parameter not in self._sharded:
-                self.optimizer.state[parameter] = dict(entries)
+                state_of(self.optimizer)[parameter] = dict(entries)
         if masters is None:
             self.reload_masters()
             return
@@ -670,7 +728,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         index_of = {tuple(place): index for index, places in enumerate(saved) for place in places}
         for shard in self.shards:
             kinds = {piece.place.parameter: index_of.get(place_of(shard, piece)) for piece in shard.pieces}
-            self._replace(shard.split_by(kinds, self.inner.state))
+            self._replace(shard.split_by(kinds, self.state))
         return self._held()
 
     @property
@@ -737,7 +795,7 @@ def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
     groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     pieces = []
     for shard in optimizer.shards:
-        store_of_pieces = shard.open(optimizer.inner.state)
+        store_of_pieces = shard.open(optimizer.state)
         for piece in shard.pieces:
             store, key = store_of_pieces, piece.master
             if isinstance(optimizer.inner, FullParameterOptimizer):
@@ -767,7 +825,7 @@ def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
                     start=0,
                     stop=parameter.numel(),
                     group=group,
-                    store=optimizer.optimizer.state,
+                    store=state_of(optimizer.optimizer),
                 )
             )
     return pieces
