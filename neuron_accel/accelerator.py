@@ -285,10 +285,21 @@ class NeuronAccelerator(Accelerator):
 
         It equals the number of processes unless a plugin gives several ranks the same data, as tensor parallelism does.
         The number of processes is :attr:`world_size`, and also ``accelerator.state.num_processes`` and
-        ``AcceleratorState().num_processes``.
+        ``AcceleratorState().num_processes``. The index to this number is :attr:`process_index`.
         """
         known = self.state.num_processes  # raises, as Accelerate's does, if its state was reset
         return self.run.data_parallel_size if hasattr(self, "run") else known
+
+    @property
+    def process_index(self) -> int:
+        """The data-parallel rank: the index that belongs to :attr:`num_processes`, by which training loops choose
+        samples and seeds.
+
+        Ranks with the same samples have the same one; in names of files that each process writes use
+        ``accelerator.state.process_index``, the index of the process. ``is_main_process`` is True on one process.
+        """
+        known = self.state.process_index
+        return self.run.data_parallel_rank if hasattr(self, "run") else known
 
     @property
     def world_size(self) -> int:
@@ -890,11 +901,19 @@ class NeuronAccelerator(Accelerator):
         Args:
             profile_handler: options of the profile; None: the ``ProfileKwargs`` of ``kwargs_handlers``, or defaults.
         """
+        from accelerate.utils import ProfileKwargs
+
         said = profiling_problem(os.environ, native=self.run.backend.name != "xla") if self._on_neuron else None
         if said is not None:
             warnings.warn(said, stacklevel=3)
-        with named_ranges(self.run), super().profile(profile_handler) as profiler:
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with named_ranges(self.run), handler.build() as profiler:
             yield profiler
+        if handler.output_trace_dir is not None:  # as in Accelerate, but one file for each process
+            os.makedirs(handler.output_trace_dir, exist_ok=True)
+            name = f"profile_{self.state.process_index}.json"
+            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
+            self.wait_for_everyone()
 
     def _settle_profiling(self, handlers: Iterable[KwargsHandler] | None, backend: str) -> None:
         """Lets the Neuron runtime, which starts next, record profiles if the caller is going to make some."""

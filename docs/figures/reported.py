@@ -31,7 +31,7 @@ loader = torch.utils.data.DataLoader(rows, batch_size=4 * degree)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 for step, batch in enumerate(loader):
-    if options.late and options.late == [accelerator.process_index, step]:
+    if options.late and options.late == [accelerator.state.process_index, step]:
         time.sleep(1.0)
     accelerator.backward(model(**batch).loss)
     accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -16,11 +16,12 @@ class Accelerator:
     # ---- where a process stands ------------------------------------------------------------------------------------
     @property
     def device(self) -> torch.device: ...
+    @property
+    def process_index(self) -> int: ...
     distributed_type: Any
     is_local_main_process: bool
     is_main_process: bool
     local_process_index: int
-    process_index: int
     multi_device: bool
     use_distributed: bool
     should_save_model: bool
@@ -86,7 +87,6 @@ class Accelerator:
     sync_gradients: bool
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]: ...
-    def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]: ...
     def set_trigger(self) -> None: ...
     def unscale_gradients(self, optimizer: Any = None) -> None: ...
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,7 @@ from neuron_accel.errors import ConfigurationError, PlanError  # noqa: E402
 from neuron_accel.storage import is_url  # noqa: E402
 
 if TYPE_CHECKING:
+    from neuron_accel.engine.plan.mesh import Mesh
     from neuron_accel.engine.plan.plan import Plan
 
 _OF_THE_TRAINER = {
@@ -110,6 +114,54 @@ class StrategyArguments:
         """The device of tensors; the meta device in a dry run, which transformers does not know."""
         known = super().device  # type: ignore[misc]  # connects to the other ranks
         return known if self.decision.dry_run is None else torch.device("meta")
+
+    # ---- ranks -------------------------------------------------------------------------------------------------------
+    # transformers and TRL multiply batch sizes by `world_size` and choose samples by `process_index`. transformers sets
+    # them to data-parallel size and rank itself where it knows of model parallelism (SageMaker's).
+    @functools.cached_property
+    def _mesh(self) -> Mesh:
+        return self.make_plan().mesh
+
+    @property
+    def world_size(self) -> int:
+        """The data-parallel size."""
+        return self._mesh.size(self._mesh.data_axes)
+
+    @property
+    def process_index(self) -> int:
+        """The data-parallel rank, which ranks with the same samples share."""
+        return self._mesh.position(self._rank, self._mesh.data_axes)
+
+    @property
+    def _rank(self) -> int:
+        dry_run = self.decision.dry_run
+        return super().process_index if dry_run is None else dry_run.rank  # type: ignore[misc]
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process logs: the main process, or with ``log_on_each_node`` the first of each machine."""
+        each_node: bool = self.log_on_each_node  # type: ignore[attr-defined]
+        return (self.local_process_index if each_node else self._rank) == 0  # type: ignore[attr-defined]
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process saves: the main process, or with ``save_on_each_node`` the first of each machine."""
+        each_node: bool = self.save_on_each_node  # type: ignore[attr-defined]
+        return (self.local_process_index if each_node else self._rank) == 0  # type: ignore[attr-defined]
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """A context manager that the main process, or the first of each machine, enters first; the others enter when it
+        has left. As in transformers, where processes wait only if ``world_size`` is above 1."""
+        state: Any = self.distributed_state  # type: ignore[attr-defined]
+        goes_first = state.is_local_main_process if local else state.is_main_process
+        if not goes_first:
+            state.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if goes_first:
+                state.wait_for_everyone()
 
     # ---- strategies and plan -----------------------------------------------------------------------------------------
     def strategies(self) -> list[StrategyPlugin]:

@@ -18,7 +18,6 @@ import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.errors import ConfigurationError, UsageError
@@ -29,8 +28,6 @@ from neuron_accel.trainer.pipelined import loss_inside, padded_batch
 from neuron_accel.trainer.search import Searching
 
 if TYPE_CHECKING:
-    from torch.utils.data import Sampler
-
     from neuron_accel.loop.interruption import Interruption
 
 
@@ -108,6 +105,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
             backend=args.decision.backend,
             **{name: value for name, value in options.items() if value is not None},
         )
+        args._mesh = self.accelerator.plan.mesh
         if self._accumulated_before != args.gradient_accumulation_steps:
             args.gradient_accumulation_steps = self.accelerator.kept_accumulation(args.gradient_accumulation_steps)
             self._accumulated_before = args.gradient_accumulation_steps
@@ -228,19 +226,9 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         """Number of samples in an optimizer step, over all data-parallel ranks."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.data_parallel_size
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        sampler = super()._get_train_sampler(train_dataset)  # type: ignore[misc]
-        if isinstance(sampler, BatchRebalanceSampler) and self.args.world_size > 1:
-            args, ranks = self.args, self.accelerator.data_parallel_size
-            return BatchRebalanceSampler(
-                lengths=sampler.lengths,
-                effective_batch_size=args.train_batch_size * args.gradient_accumulation_steps * ranks,
-                dp_size=ranks,
-                grad_accum=args.gradient_accumulation_steps,
-                rank=self.accelerator.data_parallel_rank,
-                drop_last=args.dataloader_drop_last,
-            )
-        return sampler
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the main process, although others may have the same ``args.process_index``."""
+        return self.accelerator.is_main_process
 
     # ---- losses ------------------------------------------------------------------------------------------------------
     def training_step(

@@ -153,7 +153,7 @@ def die_mid_step(plugins, how):
     net, optimizer = accelerator.prepare(net, adamw(net.parameters()))
     for step, batch in enumerate(token_batches(4)):
         loss = forward(net, batch).loss
-        if step == 2 and accelerator.process_index == 1:
+        if step == 2 and accelerator.state.process_index == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("the disk is full")

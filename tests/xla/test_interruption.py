@@ -22,7 +22,7 @@ def train(folder):
         accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
         optimizer.step()
         optimizer.zero_grad()
-        if step == 4 and accelerator.process_index == 1:
+        if step == 4 and accelerator.state.process_index == 1:
             open(f"{folder}/notice", "w").close()
         if interruption.requested():
             break

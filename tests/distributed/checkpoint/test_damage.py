@@ -294,7 +294,7 @@ def _save_on_a_full_disk(folder: str, background: bool) -> None:
     accelerator.save_state(folder)
     before = trained.contents()
     trained.step(BATCHES[0])
-    session = Session(accelerator._source(), Full(3) if accelerator.process_index == 1 else Files())
+    session = Session(accelerator._source(), Full(3) if accelerator.state.process_index == 1 else Files())
 
     def save() -> None:
         session.save(folder, async_save=background)
@@ -302,7 +302,7 @@ def _save_on_a_full_disk(folder: str, background: bool) -> None:
 
     with pytest.raises(CheckpointError, match="No space left") as caught:
         save()
-    if accelerator.process_index == 1 or not background:
+    if accelerator.state.process_index == 1 or not background:
         assert "rank_01" in str(caught.value)  # the file
     accelerator.load_state(folder)
     after = {name: value for name, value in trained.contents().items() if name in before}

@@ -20,7 +20,7 @@ model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(16)))
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 model(torch.ones(2, 256)).sum().backward()
 optimizer.step()
-if sys.argv[2] == "full" and accelerator.process_index == 1:
+if sys.argv[2] == "full" and accelerator.state.process_index == 1:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails then, in the middle of a file
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 accelerator.save_state(sys.argv[1], async_save=True)

@@ -66,7 +66,7 @@ def _fail_at_every_operation(root: str, faulty: int, background: bool) -> int:
     folder = Path(root, "checkpoints", "c")
     before: dict[str, bytes | None] = {}
     for number in range(0, 1000, 3 if background else 1):
-        files = Failing(number if accelerator.process_index == faulty else 1e9, stays=number % 2 == 0)
+        files = Failing(number if accelerator.state.process_index == faulty else 1e9, stays=number % 2 == 0)
         succeeded = save(Session(accelerator._source(), files), folder, background)
         accelerator.wait_for_everyone()
         after = tree(folder.parent) if folder.parent.exists() else {}
@@ -122,7 +122,7 @@ def _save_after_a_failure(root: str) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("neuron_accel.checkpoint.state.session").addHandler(handler)
-    files = Failing(2 if accelerator.process_index == 1 else 1e9, stays=False)
+    files = Failing(2 if accelerator.state.process_index == 1 else 1e9, stays=False)
     session = Session(accelerator._source(), files)
     session.save(root + "/first", async_save=True)
     session.save(root + "/second", async_save=True)

@@ -124,7 +124,7 @@ def _count_bytes(url: str) -> tuple[int, int, set[str]]:
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator(config={"plugins": [TP2]})
-    torch.manual_seed(accelerator.process_index)
+    torch.manual_seed(accelerator.state.process_index)
     model = accelerator.prepare(_wide())
     accelerator.save_state(url)
     store.requests.clear()
@@ -168,7 +168,7 @@ def _fail_at_every_request(url: str, faulty: int, background: bool) -> int:
     before: dict[str, bytes] = {}
     unknown = 0
     for number in range(1000):
-        failure = Failure(number if accelerator.process_index == faulty else 1e9, stays=number % 2 == 0)
+        failure = Failure(number if accelerator.state.process_index == faulty else 1e9, stays=number % 2 == 0)
         ObjectStore.before_request = staticmethod(failure)
         session, succeeded = Session(accelerator._source()), True
         try:

@@ -27,7 +27,7 @@ data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 loader = torch.utils.data.DataLoader(data, batch_size=4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 folder, epochs = sys.argv[1], int(sys.argv[2])
-rank = accelerator.process_index
+rank = accelerator.state.process_index
 for epoch in range(epochs):
     for x, y in loader:
         loss = (model(x) - y).square().mean()

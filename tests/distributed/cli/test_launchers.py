@@ -28,7 +28,7 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
     losses.append(accelerator.reduce(loss.detach(), "mean").item())
-with open(os.path.join(sys.argv[1], f"{accelerator.process_index}.json"), "w") as file:
+with open(os.path.join(sys.argv[1], f"{accelerator.state.process_index}.json"), "w") as file:
     json.dump([accelerator.world_size, accelerator.device.type, losses], file)
 accelerator.end_training()
 """

@@ -44,7 +44,7 @@ while loader.iteration < 2:
             optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
         if accelerator.sync_gradients:
-            if kills.get(attempt) == [accelerator.process_index, accelerator.save_iteration]:
+            if kills.get(attempt) == [accelerator.state.process_index, accelerator.save_iteration]:
                 os.kill(os.getpid(), signal.SIGKILL)
             accelerator.save_state()
 weights = accelerator.get_state_dict(model)

@@ -27,7 +27,7 @@ attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 first = attempt == "0"
 project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
 accelerator = NeuronAccelerator(project_config=project, config={"plugins": ["zero1"]})
-rank = accelerator.process_index
+rank = accelerator.state.process_index
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -147,7 +147,7 @@ def _refusals(folder: str) -> list[str]:
         accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(tensor_parallel_size=2)])
         with lazy_load_for_parallelism(tensor_parallel_size=degree):
             model = AutoModelForCausalLM.from_config(_configuration("llama"))
-        if not where and accelerator.process_index == 1:
+        if not where and accelerator.state.process_index == 1:
             model.model.norm = torch.nn.LayerNorm(16, device="meta")  # one rank fails, and all say so
         try:
             accelerator.prepare(model)

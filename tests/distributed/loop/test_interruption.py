@@ -43,7 +43,7 @@ def train(folder, asked_at=None, by="SIGTERM", who=1, resume=False, accumulation
             optimizer.step()
             optimizer.zero_grad()
         steps += accelerator.sync_gradients
-        if asked_at == steps and accelerator.process_index == who and accelerator.sync_gradients:
+        if asked_at == steps and accelerator.state.process_index == who and accelerator.sync_gradients:
             if by == "file":
                 open(notice, "w").close()
             else:
@@ -83,7 +83,7 @@ def apart():
     interruption = accelerator.watch_for_interruption()
     calls = []
     while not calls or not calls[-1]:
-        if accelerator.process_index == 0:
+        if accelerator.state.process_index == 0:
             time.sleep(0.05)
             if len(calls) == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -107,7 +107,7 @@ def joined():
 
     def steps():
         with accelerator.join_uneven_inputs([model], even_batches=False):
-            for _ in range(1 + accelerator.process_index):
+            for _ in range(1 + accelerator.state.process_index):
                 accelerator.backward(model(torch.ones(1, 2)).sum())
                 optimizer.step()
                 optimizer.zero_grad()

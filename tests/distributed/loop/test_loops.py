@@ -108,7 +108,7 @@ def values_on_rank(plugins):
     with accelerator.split_between_processes({"x": torch.arange(3)}, apply_padding=True) as mine:
         found["padded split"] = accelerator.gather(mine["x"]).tolist()
     found["no trigger"] = accelerator.check_trigger()
-    if accelerator.process_index == accelerator.world_size - 1:
+    if accelerator.is_last_process:
         accelerator.set_trigger()
     found["trigger"] = accelerator.check_trigger()
     found["trigger again"] = accelerator.check_trigger()

@@ -86,3 +86,52 @@ def test_refused_on_every_rank_before_a_model_is_loaded(flags, results):
         assert isinstance(error, kind)
         for word in words:
             assert word in str(error)
+
+
+def where_a_rank_stands(folder):
+    """On a rank: what counts samples, what counts processes, and whether the other process was first."""
+    import time
+    from dataclasses import dataclass, field
+    from pathlib import Path
+
+    from transformers import TrainingArguments
+
+    from neuron_accel.trainer import NeuronTrainer
+    from neuron_accel.trainer.arguments import StrategyArguments
+    from tests.distributed.models import llama
+
+    @dataclass
+    class TheirArguments(TrainingArguments):
+        """As TRL's: a number of samples is computed while the arguments are constructed."""
+
+        generation_batch_size: int = field(default=0)
+
+        def __post_init__(self):
+            super().__post_init__()
+            self.generation_batch_size = self.per_device_train_batch_size * self.world_size
+
+    @dataclass
+    class Arguments(StrategyArguments, TheirArguments):
+        pass
+
+    args = Arguments(str(folder), tensor_parallel_size=2, per_device_train_batch_size=3, report_to="none")
+    done = Path(folder, "done")
+    with args.main_process_first():
+        early = done.exists()
+        if args.should_save:
+            time.sleep(0.2)
+            done.touch()
+    trainer = NeuronTrainer(llama(), args)
+    return {
+        "pair": (args.process_index, args.world_size),
+        "samples": args.generation_batch_size,
+        "first": (args.should_save, args.should_log, trainer.is_world_process_zero(), not early),
+        "trainer": (trainer.accelerator.process_index, trainer.accelerator.num_processes),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_world_size_and_process_index_count_data_parallel_ranks(ranks, tmp_path):
+    for rank, found in enumerate(run_ranks(where_a_rank_stands, ranks, tmp_path)):
+        pair = rank // 2, ranks // 2
+        assert found == {"pair": pair, "samples": 3 * pair[1], "first": (rank == 0,) * 4, "trainer": pair}

@@ -63,7 +63,7 @@ def _sharded(family: str, tokens: int, mean: bool, after: bool, plugins: list[An
     model = accelerator.prepare(model)
     if after:
         before = accelerator.get_state_dict(model)
-        embedding = _resize(model, tokens, mean, accelerator.process_index)
+        embedding = _resize(model, tokens, mean, accelerator.state.process_index)
         assert embedding is model.get_input_embeddings()
         assert model.config.vocab_size == tokens
         weights = accelerator.get_state_dict(model)

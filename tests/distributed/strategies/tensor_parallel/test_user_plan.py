@@ -296,7 +296,7 @@ def _explained() -> dict[str, Any]:
     accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(tensor_parallel_size=2)])
     model = models.llama(kv_heads=1)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    before = accelerator.explain(model) if accelerator.process_index == 0 else ""  # no rank waits for another
+    before = accelerator.explain(model) if accelerator.state.process_index == 0 else ""  # no rank waits for another
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     prepared = accelerator.prepare(model)
     held = sum(parameter.numel() * 4 for parameter in prepared.parameters())
