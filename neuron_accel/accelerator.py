@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     )
 
     from neuron_accel.engine.plan.plan import Plan
+    from neuron_accel.engine.runtime.run import PreparedModel
 
 
 A = TypeVar("A")
@@ -1125,11 +1126,15 @@ class NeuronAccelerator(Accelerator):
         return Source(
             run=self.run,
             project=self.project_configuration,
-            modules=lambda: self._models,
+            modules=self._saved_models,
             training=self._training,
             save_hooks=self._save_model_state_pre_hook,
             load_hooks=self._load_model_state_pre_hook,
         )
+
+    def _saved_models(self) -> list[nn.Module]:
+        """The prepared modules that checkpoints contain."""
+        return self._models
 
     def _training(self, modules: Sequence[nn.Module]) -> TrainingObjects:
         wanted = {id(module) for module in modules}
@@ -1158,7 +1163,9 @@ class NeuronAccelerator(Accelerator):
         """Releases all prepared objects. Models that no plugin has sharded can be prepared again."""
         self._session.wait()
         self._teardown()
-        return super().free_memory(*objects)
+        result = super().free_memory(*objects)
+        self._models += [record.module for record in self.run.models]
+        return result
 
     def end_training(self) -> None:
         """Waits for a save in progress, finishes trackers, releases all prepared objects, and disconnects the ranks."""
@@ -1179,18 +1186,25 @@ class NeuronAccelerator(Accelerator):
         for optimizer in optimizers:
             optimizer.release()
 
+    def _kept_models(self) -> list[PreparedModel]:
+        """The models that stay prepared when the others are released."""
+        return []
+
     def _teardown(self) -> None:
         for teardown in reversed(self.run.hooks["teardown"]):
             teardown(self.run)
         for optimizer in self._optimizers:
             optimizer.zero_grads.close()
+        kept = self._kept_models()
         for record in self.run.models:
+            if any(record is each for each in kept):
+                continue
             original: Any = record.original
             module: Any = record.module
             for each in (original, module):
                 vars(each).pop("_neuron_accel_owner", None)
             prepare.let_go(record, partial(self.unwrap_model, keep_fp32_wrapper=False))
-        self.run.models.clear()
+        self.run.models[:] = kept
         self.run.unprepared.clear()
         self.run.join.forget()
         self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)

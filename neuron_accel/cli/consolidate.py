@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replica to write, for replicas that differ, as with local SGD (default: 0)",
     )
     parser.add_argument(
+        "--model",
+        type=int,
+        metavar="N",
+        help="number of the model to write, if the checkpoint has several (default: the only one that is trained)",
+    )
+    parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
@@ -66,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     from neuron_accel.checkpoint.tools.consolidate import consolidate, parse_size
     from neuron_accel.storage import location
 
-    config = args.config
+    config: Path | None = args.config
+    notes: list[str] = []
     if config is not None and config.name == "config.json" and not config.is_dir():
         config = config.parent
     with Bar(sys.stderr, hidden=args.quiet) as bar:
@@ -77,8 +84,12 @@ def run(args: argparse.Namespace) -> int:
             max_shard_size=parse_size(args.max_shard_size),
             verify=not args.no_verify,
             replica=args.replica,
+            model=args.model,
             config=config,
             progress=bar.show,
+            say=notes.append,
         )
+    for note in notes:
+        show(note)
     show(f"{args.output_dir}: {len(paths)} file{'s' if len(paths) > 1 else ''} of weights")
     return 0

@@ -13,6 +13,8 @@ from neuron_accel.accelerator import NeuronAccelerator  # isort: skip  # first: 
 from accelerate.utils import recursively_apply, release_memory, send_to_device
 
 from neuron_accel.checkpoint.state.load import load_weights, refresh_masters
+from neuron_accel.engine.runtime.run import PreparedModel
+from neuron_accel.errors import UsageError
 
 
 class TrainersAccelerator(NeuronAccelerator):
@@ -21,6 +23,10 @@ class TrainersAccelerator(NeuronAccelerator):
     A model that a plugin has sharded cannot be prepared again, so models and optimizers stay prepared until
     :meth:`start_over`.
     """
+
+    def __init__(self, **options: Any) -> None:
+        self._own: list[PreparedModel] = []  # what `prepare_once` has prepared
+        super().__init__(**options)
 
     def _keep_batch(self) -> None:
         """The Trainer accumulates by itself; its arguments are changed by :meth:`kept_accumulation`."""
@@ -74,13 +80,53 @@ class TrainersAccelerator(NeuronAccelerator):
         return release_memory(*objects)
 
     def start_over(self) -> None:
-        """Releases all prepared objects."""
+        """Releases all objects but models that the Trainer has not prepared itself, such as a reference or a teacher:
+        these may have been changed since, and would lose their autocast.
+
+        Raises:
+            UsageError: if such a model is a pipeline, or trained and fully sharded.
+        """
+        unusable = [r for r in self._kept_models() if any(p.holders or p.weights for p in r.parameters)]
+        if unusable:
+            raise UsageError(
+                "This Trainer cannot begin with a new model.",
+                where=", ".join(type(record.original).__name__ for record in unusable),
+                why="this model was prepared beside the Trainer's, which cannot be released without it, because no "
+                "rank has all of its parameters",
+                fix="create a new Trainer for each training, or use zero_1 or tensor_parallel_size",
+            )
         super().free_memory()
 
+    def begins_with(self, model: nn.Module) -> bool:
+        """Whether the Trainer has prepared another model before this one."""
+        mine = self.run.prepared(model)
+        return any(record is not mine and self.has_own(record) for record in self.run.models)
+
     def prepare_once(self, model: nn.Module) -> nn.Module:
-        """Prepares a model, or returns the result of the first call."""
-        record = self.run.prepared(model)
-        return self.prepare_model(model) if record is None else record.module
+        """Prepares the Trainer's model, or returns the result of the first call."""
+        prepared = self.prepare_model(model) if self.run.prepared(model) is None else None
+        record = self.run.prepared(model if prepared is None else prepared)
+        if record is None:
+            raise ValueError("the model is not prepared")
+        if not self.has_own(record):
+            self._own.append(record)
+        return record.module
+
+    def has_own(self, record: PreparedModel) -> bool:
+        """Whether this is a model that the Trainer trains."""
+        return any(record is each for each in self._own)
+
+    def _teardown(self) -> None:
+        super()._teardown()
+        self._own.clear()
+
+    def _kept_models(self) -> list[PreparedModel]:
+        return [record for record in self.run.models if not self.has_own(record)]
+
+    def _saved_models(self) -> list[nn.Module]:
+        """The Trainer's model and others that are trained; not a reference or a teacher."""
+        records = (self.run.prepared(module) for module in self._models)
+        return [record.module for record in records if record is not None and record.optimizable]
 
     def wait_for_checkpoint(self) -> None:
         """Waits until an asynchronous save is complete; raises its error on every rank. Collective."""
@@ -114,5 +160,5 @@ class TrainersAccelerator(NeuronAccelerator):
         if record is None:
             raise ValueError("the model is not prepared")
         self.wait_for_checkpoint()
-        load_weights(record, folder, self.run)
+        load_weights(record, folder, self.run, self._session.training().models)
         refresh_masters([getattr(o, "optimizer", o) for o in self._optimizers], self.run)

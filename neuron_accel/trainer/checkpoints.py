@@ -117,7 +117,8 @@ class Checkpointing:
         if loaded_another or not run.backend.broadcast_object(usable(), run.world):
             self.save_model(run_dir)
             return
-        agreed(run, lambda: consolidate(last, Path(run_dir)) if run.backend.rank == 0 else None)
+        number = next(i for i, module in enumerate(self.accelerator._models) if module is self.model_wrapped)  # type: ignore[attr-defined]
+        agreed(run, lambda: consolidate(last, Path(run_dir), model=number) if run.backend.rank == 0 else None)
 
     # The sharded checkpoint contains these.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...

@@ -135,15 +135,17 @@ class OneGraph:
         disables, models read positions on the host to detect packed documents."""
         given = ("position_ids", "attention_mask", "use_cache")
         config = getattr(self.model, "config", None)  # type: ignore[attr-defined]
-        if self._lazy and hasattr(config, "use_cache") and not any(name in inputs for name in given):
+        named = self._lazy and isinstance(inputs, Mapping)
+        if named and hasattr(config, "use_cache") and not any(name in inputs for name in given):
             inputs = {**inputs, "use_cache": True}
         return super().compute_loss(model, inputs, *args, **more)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """As in transformers, but counts tokens that are not padding on the device."""
         how = self.args.include_num_input_tokens_seen
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))  # type: ignore[attr-defined]
-        if not self._lazy or how == "no" or tokens is None:
+        name = getattr(self.model, "main_input_name", "input_ids")  # type: ignore[attr-defined]
+        tokens = inputs.get(name) if self._lazy and how != "no" and isinstance(inputs, Mapping) else None
+        if tokens is None:
             super()._track_num_input_tokens(inputs)  # type: ignore[misc]
             return
         padding = getattr(getattr(self, "processing_class", None), "pad_token_id", None)

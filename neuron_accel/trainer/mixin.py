@@ -168,9 +168,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        if (
-            self.accelerator.run.models and self.accelerator.run.prepared(self.model) is None
-        ):  # model_init has built a new model
+        if self.accelerator.begins_with(self.model):  # model_init has built a new model
             self.accelerator.start_over()
         with self._stopping_together():
             return super()._inner_training_loop(  # type: ignore[misc]

@@ -56,8 +56,14 @@ def padded_batch(inputs: Any, microbatches: int, label_names: list[str]) -> Any:
         label_names: the names of labels.
 
     Raises:
-        UsageError: if the batch has to be padded and has no integer labels.
+        UsageError: if the batch is not a mapping, or has to be padded and has no integer labels.
     """
+    if not isinstance(inputs, Mapping):
+        raise UsageError(
+            f"A batch is a {type(inputs).__name__}; in a pipeline it has to be a mapping of names to tensors.",
+            why="the stages are given the arguments of the model's forward by name",
+            fix="return a dict from the data collator, or train without a pipeline",
+        )
     tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim()}
     size = max((len(value) for value in tensors.values()), default=0)
     missing = -size % microbatches

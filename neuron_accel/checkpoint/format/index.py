@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,34 @@ def replicas_in(manifest: Manifest) -> int:
     return count
 
 
+def models_of(manifest: Manifest) -> list[Mapping[str, Any] | None]:
+    """Returns what a manifest says of the models, by number; None for one that is not in the checkpoint. Entries that
+    are not of this form are left out: they only help to tell models apart."""
+    described = manifest.info.get("models")
+    entries = described if isinstance(described, list) else []
+    return [entry if isinstance(entry, Mapping) else None for entry in entries]
+
+
+def described_model(described: Sequence[Mapping[str, Any] | None], number: int) -> Mapping[str, Any]:
+    """Returns what a manifest says of one model; empty if it says nothing."""
+    return (described[number] if number < len(described) else None) or {}
+
+
+def model_in_words(entry: Mapping[str, Any]) -> str:
+    """Returns a model's class, and whether it is only evaluated."""
+    return f"{entry.get('class', 'unknown class')}{'' if entry.get('trains', True) else ', only evaluated'}"
+
+
+def name_models(numbers: Iterable[int], described: Sequence[Mapping[str, Any] | None]) -> str:
+    """Returns models of a checkpoint in words, such as ``0 (Teacher, only evaluated), 1 (Student)``."""
+    return ", ".join(f"{n} ({model_in_words(described_model(described, n))})" for n in numbers)
+
+
+def trained_models(numbers: Sequence[int], described: Sequence[Mapping[str, Any] | None]) -> list[int]:
+    """Returns the numbers of the models that are trained, or of which the manifest says nothing."""
+    return [n for n in numbers if described_model(described, n).get("trains", True)]
+
+
 def master_collection(index: int) -> str:
     """Returns the name of the collection of an optimizer's master weights, if they are separate from the model's
     weights."""
@@ -87,6 +115,12 @@ class Index:
             if collection.startswith(prefix)
         }
         return {entry: tensor for entry, tensor in found.items() if tensor is not None}
+
+    def models(self) -> list[int]:
+        """Returns the numbers of the models, in order."""
+        prefix = model_collection(0).removesuffix("0")
+        numbers = (name.removeprefix(prefix) for name in self.collections if name.startswith(prefix))
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def tensors(self, collection: str) -> list[SourceTensor]:
         """Returns the tensors of a collection, each once."""

@@ -26,12 +26,14 @@ from neuron_accel.checkpoint.format.index import (
     is_pretrained,
     master_collection,
     model_collection,
+    models_of,
     plugin_collection,
     replicas_in,
 )
 from neuron_accel.checkpoint.format.manifest import Manifest, check_block, check_size, locate, read_manifest
 from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
 from neuron_accel.checkpoint.format.tensorfile import read_header
+from neuron_accel.checkpoint.state.matching import match_models
 from neuron_accel.checkpoint.state.save import STATE
 from neuron_accel.checkpoint.state.snapshot import buffers_of, pieces_of
 from neuron_accel.checkpoint.state.training import Restored, TrainingObjects
@@ -131,8 +133,8 @@ def load(training: TrainingObjects, folder: Location, *, verify: bool = True) ->
     run = training.run
     sys.audit("neuron_accel.load")
     if agreed(run, lambda: is_pretrained(folder)):
-        for _, model in training.numbered_models()[:1]:
-            load_weights(model, folder, run)
+        if (main := training.main_model()) is not None:
+            load_weights(main, folder, run)
         refresh_masters(training.optimizers, run)
         return {}
     manifest = agreed(run, lambda: read_manifest(folder))
@@ -143,8 +145,9 @@ def load(training: TrainingObjects, folder: Location, *, verify: bool = True) ->
     index = agreed(run, lambda: index_checkpoint(folder, manifest, replica=replica))
     sys.audit("neuron_accel.load")
     with Bytes() as files:
-        restored = agreed(run, lambda: _restored(training, folder, manifest, files, replica))
-        needs = agreed(run, lambda: [*_all_needs(training, index), *_plugin_needs(restored, index, run)])
+        numbers = agreed(run, lambda: match_models(training.models, index, models_of(manifest)))
+        restored = agreed(run, lambda: _restored(training, folder, manifest, files, numbers, replica))
+        needs = agreed(run, lambda: [*_all_needs(training, index, numbers), *_plugin_needs(restored, index, run)])
         agreed(run, lambda: _reset_states(training, index, restored))
         agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
     refresh_masters(training.optimizers, run, index)
@@ -154,23 +157,35 @@ def load(training: TrainingObjects, folder: Location, *, verify: bool = True) ->
     return restored.counters
 
 
-def load_weights(model: PreparedModel, folder: Location, run: Run, number: int = 0) -> None:
+def load_weights(
+    model: PreparedModel, folder: Location, run: Run, among: Sequence[PreparedModel | None] | None = None
+) -> None:
     """Loads the weights of one model from a checkpoint or a folder of transformers. Collective.
 
     Parameters that a strategy added to the model keep their values if the folder has none for them.
+
+    Args:
+        model: the prepared model.
+        folder: the checkpoint.
+        run: the run.
+        among: the models that are saved with it, with None for others of the run; by default the model alone.
 
     Raises:
         CheckpointError: on every rank, if the weights are damaged or do not fit; nothing is changed then.
     """
 
-    def indexed() -> Index:
+    models = [model] if among is None else among
+
+    def indexed() -> tuple[Index, int]:
         if is_pretrained(folder):
-            return named_as(index_pretrained(folder), model)
+            return named_as(index_pretrained(folder), model), 0
         manifest = read_manifest(folder)
         _check_files(folder, manifest, run)
-        return index_checkpoint(folder, manifest, ("model",))
+        index = index_checkpoint(folder, manifest, ("model",))
+        numbers = match_models(models, index, models_of(manifest))
+        return index, numbers.get(next(i for i, each in enumerate(models) if each is model), 0)
 
-    index = agreed(run, indexed)
+    index, number = agreed(run, indexed)
     needs = agreed(run, lambda: list(_model_needs(model, index, number, may_lack_added=True)))
     with Bytes() as files:
         agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
@@ -188,7 +203,14 @@ def _check_files(folder: Location, manifest: Manifest, run: Run) -> None:
         pass
 
 
-def _restored(training: TrainingObjects, folder: Location, manifest: Manifest, files: Bytes, replica: int) -> Restored:
+def _restored(
+    training: TrainingObjects,
+    folder: Location,
+    manifest: Manifest,
+    files: Bytes,
+    numbers: Mapping[int, int],
+    replica: int,
+) -> Restored:
     paths = manifest.of_kind("state")
     if len(paths) != 1:
         raise CheckpointError(f"The checkpoint names {len(paths)} files of training state.", where=str(folder))
@@ -211,7 +233,7 @@ def _restored(training: TrainingObjects, folder: Location, manifest: Manifest, f
             files.read(path, stored.offset, result.reshape(-1).view(torch.uint8).numpy())
         return result
 
-    return Restored(training, state, tensor, manifest.info, replica)
+    return Restored(training, state, tensor, manifest.info, numbers, replica)
 
 
 def fulfil(needs: list[Need], files: Bytes, run: Run, threads: int) -> None:
@@ -220,10 +242,10 @@ def fulfil(needs: list[Need], files: Bytes, run: Run, threads: int) -> None:
         need.put(flat)
 
 
-def _all_needs(training: TrainingObjects, index: Index) -> list[Need]:
+def _all_needs(training: TrainingObjects, index: Index, numbers: Mapping[int, int]) -> list[Need]:
     needs: list[Need] = []
-    for number, model in training.numbered_models():
-        needs += _model_needs(model, index, number)
+    for position, model in training.numbered_models():
+        needs += _model_needs(model, index, numbers.get(position, position))
     for number, optimizer in enumerate(training.optimizers):
         needs += optimizer_needs(optimizer, number, index, training.run)
     return needs
@@ -234,16 +256,17 @@ def _plugin_needs(restored: Restored, index: Index, run: Run) -> Iterator[Need]:
     present = {plugin.spec.name for plugin in run.plan.plugins}
     for plugin, keys in restored.plugin_forms.items():
         for key, form in keys.items() if plugin in present else ():
-            if form["model"] is None:
+            position = restored.positions.get(form["model"])
+            if form["model"] is None or (position is None and not index.tensors(plugin_collection(plugin, key))):
                 continue
-            if form["model"] >= len(run.models):
+            if position is None:
                 raise CheckpointError(
                     f"The checkpoint has state of a plugin for model {form['model']}, which was not prepared.",
                     where=f"plugin {plugin!r}, {key!r}",
                     fix="prepare the same models as when the checkpoint was saved",
                 )
             into = restored.sharded.setdefault((plugin, key), {})
-            for record in run.models[form["model"]].parameters:
+            for record in run.models[position].parameters:
                 source = index.find(plugin_collection(plugin, key), record.names)
                 if record.current is None or source is None:
                     continue

@@ -26,6 +26,7 @@ from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_fu
 from neuron_accel.checkpoint.state.load import load, load_weights
 from neuron_accel.checkpoint.state.lock import Lease, SaveLock, is_being_saved, is_this_process, lock_of, this_process
 from neuron_accel.checkpoint.state.lock import describe as describe_process
+from neuron_accel.checkpoint.state.matching import describe_model
 from neuron_accel.checkpoint.state.memory import NO_MEMORY, SNAPSHOTS, SnapshotMemory
 from neuron_accel.checkpoint.state.resume import NUMBERED, Resumed, describe_loaded, latest, latest_of, numbered
 from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Destination, is_of_a_save, save
@@ -118,7 +119,7 @@ class Session:
         self._checkpoints.save(
             training,
             folder,
-            auxiliary=lambda: self._auxiliary(tokenizer),
+            auxiliary=lambda: self._auxiliary(training, tokenizer),
             keep=project.total_limit if automatic else None,
             background=async_save,
             check_equal=check_equal,
@@ -308,10 +309,10 @@ class Session:
     def _is_main(self) -> bool:
         return self._run.backend.rank == 0
 
-    def _auxiliary(self, tokenizer: Any) -> dict[str, bytes]:
-        models = self._run.models
+    def _auxiliary(self, training: TrainingObjects, tokenizer: Any) -> dict[str, bytes]:
+        main = training.main_model() or next(iter(self._run.models), None)  # None: a hook has saved the models
         with tempfile.TemporaryDirectory() as staging:
-            return auxiliary_files(models[0].original if models else None, tokenizer, Path(staging))
+            return auxiliary_files(None if main is None else main.original, tokenizer, Path(staging))
 
 
 def _given(folder: str | os.PathLike[str] | None) -> Location:
@@ -569,7 +570,7 @@ def describe(training: TrainingObjects) -> dict[str, Any]:
         "fingerprint": run.plan.fingerprint(),
         "plugins": dict(run.plan.provenance),
         "libraries": _versions(),
-        "models": [None if m is None else {"class": type(m.original).__name__} for m in training.models],
+        "models": [None if m is None else describe_model(m) for m in training.models],
         "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in training.optimizers],
         "counters": dict(training.counters),
     }

@@ -72,6 +72,11 @@ class TrainingObjects:
     scaler: Any = None
     counters: Mapping[str, int] = field(default_factory=dict)
 
+    def main_model(self) -> PreparedModel | None:
+        """Returns the first model that is trained, or else the first; its configuration is saved."""
+        models = [model for _, model in self.numbered_models()]
+        return next((model for model in models if model.optimizable), models[0] if models else None)
+
     def numbered_models(self) -> list[tuple[int, PreparedModel]]:
         """Returns the models to save or load, with their positions in ``models``."""
         return [(index, model) for index, model in enumerate(self.models) if model is not None]
@@ -312,9 +317,11 @@ class Restored:
         state: state as :func:`capture` returned it.
         tensor: returns the tensor for a key.
         info: ``info`` of the manifest.
+        numbers: the number of each model in the checkpoint, by its position in this run.
         replica: number of the replica whose state to restore, if the checkpoint has a copy for each.
 
     Attributes:
+        positions: position in this run of each model of the checkpoint that is loaded, by its number.
         plugin_forms: how a plugin's value is stored, by plugin and key, for values that are not plain.
         sharded: this rank's shards, by FQN, of plugin state that is sharded like the parameters; added when they are
             read.
@@ -329,9 +336,11 @@ class Restored:
         state: Mapping[str, Any],
         tensor: Callable[[str], torch.Tensor],
         info: Mapping[str, Any],
+        numbers: Mapping[int, int],
         replica: int = 0,
     ) -> None:
         self._training = training
+        self.positions = {number: position for position, number in numbers.items()}
         self.sharded: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
         try:
             if replica:
@@ -423,7 +432,7 @@ class Restored:
     def apply(self) -> None:
         """Restores all state other than the tensors of models and optimizers. Collective."""
         training = self._training
-        set_rank_buffers(training, self._buffers)
+        set_rank_buffers(training, self._buffers, self.positions)
         for optimizer, saved in zip(training.optimizers, self.optimizers, strict=False):
             for group, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
                 set_options(group, theirs["options"])
@@ -458,7 +467,8 @@ class Restored:
         state = dict(self._plugins.get(name, {}))
         for key, form in self.plugin_forms.get(name, {}).items():
             if form["model"] is not None:
-                state[key] = ShardedState(self.sharded.get((name, key), {}), form["model"])
+                position = self.positions.get(form["model"], form["model"])
+                state[key] = ShardedState(self.sharded.get((name, key), {}), position)
             if form["replica"]:
                 state[key] = ReplicaState(state[key])
         return state
@@ -643,10 +653,18 @@ def rank_buffers(training: TrainingObjects) -> dict[str, torch.Tensor]:
     return {name: value for name, value in mine.items() if sums[name] != first[name]}
 
 
-def set_rank_buffers(training: TrainingObjects, values: dict[str, torch.Tensor]) -> None:
-    """Inverse of :func:`rank_buffers`. Must be called after the buffers of all models were loaded."""
+def set_rank_buffers(training: TrainingObjects, values: dict[str, torch.Tensor], positions: Mapping[int, int]) -> None:
+    """Inverse of :func:`rank_buffers`. Must be called after the buffers of all models were loaded.
+
+    Args:
+        training: the objects to restore.
+        values: what :func:`rank_buffers` returned.
+        positions: position in this run of each model of the checkpoint, by its number.
+    """
     buffers = _buffers(training)
     with torch.no_grad():
-        for name, value in values.items():
+        for saved, value in values.items():
+            number, _, rest = saved.partition("/")
+            name = f"{positions.get(int(number)) if number.isdecimal() else None}/{rest}"
             if name in buffers and buffers[name].shape == value.shape:
                 buffers[name].copy_(value)

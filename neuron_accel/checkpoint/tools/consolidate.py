@@ -14,11 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format import neuronx
 from neuron_accel.checkpoint.format.files import Extent, Files, failure, read_bytes
-from neuron_accel.checkpoint.format.index import index_checkpoint, kind_of, model_collection, replicas_in
+from neuron_accel.checkpoint.format.index import (
+    index_checkpoint,
+    kind_of,
+    model_collection,
+    models_of,
+    name_models,
+    replicas_in,
+    trained_models,
+)
 from neuron_accel.checkpoint.format.manifest import (
     MODEL_FOLDER,
     Manifest,
@@ -82,8 +90,10 @@ def consolidate(
     max_shard_size: int = 5 * 10**9,
     verify: bool = True,
     replica: int = 0,
+    model: int | None = None,
     config: Path | None = None,
     progress: Progress = lambda done, total: None,
+    say: Callable[[str], object] = lambda text: None,
     files: Files | None = None,
 ) -> list[Location]:
     """Writes the model of a checkpoint with its original names and shapes. A tied weight is written once, and padding
@@ -99,8 +109,10 @@ def consolidate(
             removed. In a checkpoint of neuronx-distributed or optimum-neuron, which have none, whether ranks that
             hold the same elements must hold the same values.
         replica: the replica whose copy is written, if the checkpoint has a copy for each replica.
+        model: number of the model to write, if the checkpoint has several; None for the only one that is trained.
         config: folder with the model's ``config.json``, for a checkpoint of neuronx-distributed, which has none.
         progress: is called with the bytes written so far and the total.
+        say: is called with a sentence if the checkpoint has further models, which are left out.
         files: performs the operations on files.
 
     Returns:
@@ -113,6 +125,13 @@ def consolidate(
     files = files or Files("consolidate")
     folder = checkpoint_folder(folder)
     if isinstance(folder, Path) and not has_manifest(folder) and (found := neuronx.find(folder)):
+        if model:
+            raise CheckpointError(
+                f"The checkpoint has no model {model}.",
+                where=str(found.home),
+                why="checkpoints of optimum-neuron and neuronx-distributed have one model, 0",
+                fix="leave the number out",
+            )
         return _consolidate_neuronx(found, output, form, max_shard_size, verify, replica, config, progress, files)
     manifest = read_manifest(folder)
     if config is not None:
@@ -126,17 +145,22 @@ def consolidate(
     if not 0 <= replica < (copies := replicas_in(manifest)):
         raise _no_replica(replica, copies, folder)
     index = index_checkpoint(folder, manifest, ("model",), replica)
-    tensors = sorted(index.tensors(model_collection(0)), key=lambda tensor: tensor.name)
+    numbers, described = index.models(), models_of(manifest)
+    number = _chosen(numbers, model, described, folder)
+    tensors = sorted(index.tensors(model_collection(number)), key=lambda tensor: tensor.name)
     for tensor in tensors:
         tensor.check()
-    if not tensors:
-        raise CheckpointError("The checkpoint contains no model.", where=str(folder))
     reserved = [name for name in manifest.of_kind("auxiliary") if _WEIGHTS.fullmatch(name)]
     if reserved:
         raise CheckpointError(
             f"The checkpoint has an auxiliary file with the name of a weight file: {reserved[0]!r}.", where=str(folder)
         )
-    beside = {relative: locate(folder, relative) for relative in manifest.of_kind("auxiliary")}
+    # The configuration in a checkpoint is that of the first model that is trained, or else of the first.
+    has_config = number == [*trained_models(numbers, described), *numbers][0]
+    beside = {relative: locate(folder, relative) for relative in manifest.of_kind("auxiliary") if has_config}
+    if others := name_models((n for n in numbers if n != number), described):
+        without = "" if has_config else ", without a configuration, which the checkpoint does not have"
+        say(f"model {name_models([number], described)} is written{without}; left out: {others}")
     with checked_meanwhile(folder, manifest, (kind_of("model", replica),) if verify else ()) as check:
         return _write(tensors, beside, output, form, max_shard_size, progress, files, check)
 
@@ -165,6 +189,27 @@ def _consolidate_neuronx(
     if config is not None:
         beside["config.json"] = config / "config.json"
     return _write(tensors, beside, output, form, max_shard_size, progress, files)
+
+
+def _chosen(
+    numbers: Sequence[int], wanted: int | None, described: Sequence[Mapping[str, Any] | None], folder: Location
+) -> int:
+    """Returns the number of the model to write."""
+    if not numbers:
+        raise CheckpointError("The checkpoint contains no model.", where=str(folder))
+    trained = trained_models(numbers, described)
+    if wanted is None and (len(numbers) == 1 or len(trained) == 1):
+        return numbers[0] if len(numbers) == 1 else trained[0]
+    if wanted is not None and wanted in numbers:
+        return wanted
+    raise CheckpointError(
+        f"The checkpoint has no model {wanted}."
+        if wanted is not None
+        else f"The checkpoint has {len(numbers)} models.",
+        where=str(folder),
+        why=f"it has {name_models(numbers, described)}",
+        fix="choose one with `--model N`, or `consolidate(..., model=N)`",
+    )
 
 
 def _no_replica(replica: int, copies: int, folder: Location) -> CheckpointError:
