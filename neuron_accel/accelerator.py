@@ -58,6 +58,7 @@ from neuron_accel.loop.arguments import (  # noqa: E402
 )
 from neuron_accel.loop.deferred_values import call_after_step, numbers, progress_bar  # noqa: E402
 from neuron_accel.loop.gather import split_for_rank  # noqa: E402
+from neuron_accel.loop.host_barrier import wait_on_host  # noqa: E402
 from neuron_accel.loop.interruption import SIGNALS, Interruption  # noqa: E402
 from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: E402
 from neuron_accel.loop.precompile_mode import (  # noqa: E402
@@ -220,6 +221,7 @@ class NeuronAccelerator(Accelerator):
         ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
         if decision.dry_run is None:
             check_connected(ranks.world_size, self.state.num_processes)
+            wait_on_host(ranks)
         self._hardware = hardware_of_run(os.environ, decision)
         self.run = begin(wanted, ranks, registry, self._hardware)
         sys.audit("neuron_accel.rendezvous")

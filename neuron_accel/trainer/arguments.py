@@ -24,6 +24,7 @@ from neuron_accel.engine.plan.planner import make_plan  # noqa: E402
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
 from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
 from neuron_accel.errors import ConfigurationError, PlanError  # noqa: E402
+from neuron_accel.loop.host_barrier import wait_on_host  # noqa: E402
 from neuron_accel.storage import is_url  # noqa: E402
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ class StrategyArguments:
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
         """A context manager that the main process, or the first of each machine, enters first; the others enter when it
-        has left. As in transformers, where processes wait only if ``world_size`` is above 1."""
+        has left. As in transformers, where processes wait only if ``world_size`` is above 1; on XLA ranks they wait on
+        the host, and not on the device, in a graph that differs between ranks."""
         state: Any = self.distributed_state  # type: ignore[attr-defined]
         goes_first = state.is_local_main_process if local else state.is_main_process
         if not goes_first:
@@ -215,6 +217,8 @@ class StrategyArguments:
         registry = default_registry()
         self.device  # type: ignore[attr-defined]  # noqa: B018  # connects to the other ranks
         backend = connect(self.decision)
+        if self.decision.backend == "xla":
+            wait_on_host(backend)
         plan = make_plan(
             self.strategies(),
             world_size=backend.world_size,

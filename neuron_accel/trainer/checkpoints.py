@@ -32,6 +32,14 @@ _ROUNDING = 1e-4
 """Tolerance of comparisons of positions, in epochs."""
 
 
+class NotedStep(int):
+    """The step of the best checkpoint, once it is noted: false in a condition, but the same number in the saved
+    state."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class Checkpointing:
     """The methods of the Trainer that save and load checkpoints."""
 
@@ -49,6 +57,7 @@ class Checkpointing:
         folder = self.args.output_dir if output_dir is None else output_dir
         if _internal_call and not self.args.save_only_model:
             self.accelerator.save_state(folder, tokenizer=self._tokenizer_to_save, async_save=self.args.async_save)
+            self._note_best_checkpoint(folder)
             return
         self._wrap_model(self.model)  # type: ignore[attr-defined]
         self.accelerator.save_model(self.model_wrapped, folder)  # type: ignore[attr-defined]
@@ -57,6 +66,8 @@ class Checkpointing:
                 self._tokenizer_to_save.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
         self.accelerator.wait_for_everyone()
+        if _internal_call:
+            self._note_best_checkpoint(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
@@ -74,16 +85,29 @@ class Checkpointing:
         complete. Without values, writes nothing."""
         if self._has_no_values:
             return
-        args, limit = self.args, self.args.save_total_limit
-        if not args.async_save or limit is None:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            return
-        args.save_total_limit = None
+        args, state, limit = self.args, self.state, self.args.save_total_limit  # type: ignore[attr-defined]
+        later = args.async_save and limit is not None
+        best = state.best_global_step
+        if later:
+            args.save_total_limit = None
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]  # waits for an earlier save
         finally:
-            args.save_total_limit = limit
-        self._retire(limit + 1, trial)
+            args.save_total_limit, state.best_global_step = limit, best
+        if later:
+            self._retire(limit + 1, trial)
+
+    def _note_best_checkpoint(self, folder: str) -> None:
+        """On a lazy device, notes which checkpoint is the best, as transformers does next. transformers would first
+        wait for the other ranks on the device, in a graph that differs between ranks."""
+        state = self.state  # type: ignore[attr-defined]
+        if not self.accelerator.is_lazy or not state.best_global_step:
+            return
+        self.accelerator.wait_for_everyone()
+        best = Path(folder).with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if best.exists():
+            state.best_model_checkpoint = str(best)
+        state.best_global_step = NotedStep(state.best_global_step)
 
     def _retire(self, keep: int, trial: Any = None) -> None:
         if self.args.should_save:
