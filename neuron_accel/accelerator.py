@@ -123,7 +123,7 @@ class NeuronAccelerator(Accelerator):
     """An ``accelerate.Accelerator`` that shards training over ranks as its strategy plugins define.
 
     Args:
-        plugins: strategies, in any order.
+        plugins: strategies, in any order: plugin objects, or mappings ``{name: options}`` as in a configuration.
         config: path of a YAML file, or a mapping, with ``plugins`` and Accelerate's options, which are added to the
             other arguments. An option may be given in one place only.
         zero_1: True adds ``Zero1Plugin()``.
@@ -160,7 +160,7 @@ class NeuronAccelerator(Accelerator):
     def __init__(
         self,
         *,
-        plugins: Sequence[StrategyPlugin] = (),
+        plugins: Sequence[StrategyPlugin | Mapping[str, Any]] = (),
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         zero_1: bool = False,
         mp_plugin: StrategyPlugin | None = None,
@@ -611,14 +611,15 @@ class NeuronAccelerator(Accelerator):
 
         Args:
             loss: the loss of this micro-batch on this rank, 0-dim.
-            num_items: number of items (for example, label tokens) that ``loss`` is the mean of. If given, the gradients
-                of the step are those of the mean over all items of all ranks and micro-batches, even if these have
-                different numbers of items; if not, those of the mean over micro-batches, as in Accelerate. Give it for
-                every loss of a step, or for none.
+            num_items: number of items (for example, label tokens) that ``loss`` is the mean of: a mean, not a sum and
+                not a mean that was multiplied by them. If given, the gradients of the step are those of the mean over
+                all items of all ranks and micro-batches, even if these have different numbers of items; if not, those
+                of the mean over micro-batches, as in Accelerate. Give it for every loss of a step, or for none.
             kwargs: passed on to ``loss.backward``.
 
         Raises:
-            UsageError: if ``num_items`` is given and a plugin runs the backward pass itself.
+            UsageError: if ``num_items`` is given and a plugin runs the backward pass itself, or ``loss`` is a sum of
+                torch's loss functions.
         """
         plain = self.scaler is None and self.gradient_accumulation_steps == 1 and not kwargs
         accelerates = super().backward

@@ -24,7 +24,7 @@ from accelerate.utils import (
 
 from neuron_accel.backends.select import flag
 from neuron_accel.engine.plan.coerce import convert
-from neuron_accel.engine.plan.config import RunConfig, option_type
+from neuron_accel.engine.plan.config import RunConfig, load_config, option_type
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.engine.plan.source import Location
@@ -121,10 +121,11 @@ def check_map_location(value: Any) -> None:
 
 
 def checked_plugins(plugins: Any, mp_plugin: Any) -> list[StrategyPlugin]:
-    """Returns ``plugins`` and ``mp_plugin``, where it is given, as one list.
+    """Returns ``plugins`` and ``mp_plugin``, where it is given, as one list. Mappings among ``plugins`` are read as in
+    a configuration.
 
     Raises:
-        ConfigurationError: if one of them is not a plugin object.
+        ConfigurationError: if one of them is neither a plugin object nor such a mapping.
     """
     if isinstance(plugins, (StrategyPlugin, type, str)) or not isinstance(plugins, Iterable):
         raise ConfigurationError(
@@ -132,7 +133,7 @@ def checked_plugins(plugins: Any, mp_plugin: Any) -> list[StrategyPlugin]:
             where=f"{_WHERE}, plugins",
             fix=f"write plugins=[{_written(plugins)}]" if not isinstance(plugins, str) else _by_name([plugins]),
         )
-    plugins = list(plugins)
+    plugins = [_read(plugin) if isinstance(plugin, Mapping) else plugin for plugin in plugins]
     for index, plugin in enumerate([*plugins, *([] if mp_plugin is None else [mp_plugin])]):
         if not isinstance(plugin, StrategyPlugin):
             raise ConfigurationError(
@@ -141,6 +142,10 @@ def checked_plugins(plugins: Any, mp_plugin: Any) -> list[StrategyPlugin]:
                 fix=_by_name([plugin]) if isinstance(plugin, str) else f"write {_written(plugin)}",
             )
     return [*plugins, *([] if mp_plugin is None else [mp_plugin])]
+
+
+def _read(plugin: Mapping[str, Any]) -> StrategyPlugin:
+    return load_config({"plugins": [plugin]}).plugins[0]
 
 
 def _named(value: Any) -> str:

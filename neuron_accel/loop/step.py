@@ -65,10 +65,16 @@ class Step:
             options: arguments of ``torch.Tensor.backward``, for a plugin that owns the backward pass.
 
         Raises:
-            UsageError: if ``num_items`` is given and a plugin owns the backward pass.
+            UsageError: if ``num_items`` is given and a plugin owns the backward pass, or the loss is a sum.
         """
-        with self._run.ranges.open("backward", "part", part="backward"):
-            self._backward(loss, num_items, differentiate, accumulation_steps, options)
+        if num_items is not None:
+            check_is_mean(loss)
+        self._run.num_items = num_items
+        try:
+            with self._run.ranges.open("backward", "part", part="backward"):
+                self._backward(loss, num_items, differentiate, accumulation_steps, options)
+        finally:
+            self._run.num_items = None
         self._in_micro_batch = not self._gradient_state.sync_gradients
 
     def _backward(
@@ -177,6 +183,31 @@ class ItemCount:
         parameters = [r.current for m in run.models for r in m.parameters if r.current is not None]
         # Gradients are averages over the group. Without any items, gradients are zero.
         owner.scale_gradients(parameters, group.size / total.clamp(min=1).to(torch.float32), run)
+
+
+def check_is_mean(loss: torch.Tensor) -> None:
+    """Checks that a loss is not a sum over items, as far as the last operations of its computation tell: a loss
+    function of torch with ``reduction="sum"``, or with ``reduction="none"`` and ``sum()``.
+
+    Raises:
+        UsageError: if it is a sum.
+    """
+    node, is_summed = loss.grad_fn, False
+    while node is not None and node.name() in _KEEPS_SUMS:
+        is_summed |= node.name().startswith("Sum")
+        node = node.next_functions[0][0]
+    reduction = getattr(node, "_saved_reduction", None)  # as torch numbers them: 0 none, 1 mean, 2 sum
+    if reduction == 2 or (reduction == 0 and is_summed):
+        raise UsageError(
+            "The loss is a sum over items.",
+            where="accelerator.backward(loss, num_items=...)",
+            why="it is multiplied by num_items, which a mean over these items needs",
+            fix="give the mean loss over the items, as with reduction='mean', or leave num_items out",
+        )
+
+
+_KEEPS_SUMS = ("SumBackward0", "SumBackward1", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0")
+"""Operations of autograd after which a sum is still a sum."""
 
 
 # ---- Gradient clipping, together with ranks that have run out of data ------------------------------------------------

@@ -199,6 +199,10 @@ class Run:
     backward_scale: Callable[[], float] = lambda: 1.0
     """Returns the factor of a loss before its backward pass: one over the number of accumulated micro-batches. For
     plugins that run backward passes before the loss is returned."""
+    num_items: int | torch.Tensor | None = field(default=None, init=False)
+    """``num_items`` of the call of ``accelerator.backward`` that runs: the number of items that its loss is the mean
+    of. None if the loop gives none, or outside of such a call. A plugin that weights losses itself refuses it in
+    ``before_backward``."""
     hardware: Hardware | None = None
     """Limits of the instance that the run is on, or is meant for; None on other machines."""
     log: Callable[[Mapping[str, float], int], None] = lambda values, step: None

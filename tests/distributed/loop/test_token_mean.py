@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin, UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.loop.loops_support import COMPOSITIONS, Tokens, adamw, assert_close, forward, model
 
@@ -114,3 +117,31 @@ def sgd_on_rank(plugins, counts):
 def test_the_division_falls_to_the_step_and_counts_what_no_sync_left(plugins):
     for change in run_ranks(sgd_on_rank, 2, plugins, (3, 2)):
         assert change == pytest.approx((1 + 1 + 3 * 10 + 2 * 100) / (2 + 3 + 2), rel=1e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsByItself(StrategyPlugin):
+    """Weights losses by numbers of its own, so that the loop may not."""
+
+    spec = PluginSpec(name="weights_by_itself", phase=Phase.GRADIENTS)
+
+    def before_backward(self, loss, run):
+        if run.num_items is not None:
+            raise UsageError(f"num_items={int(run.num_items)} is not possible here.", fix="leave it out")
+        return loss
+
+
+def seen_by_a_plugin():
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(plugins=[WeightsByItself()])
+    layer = accelerator.prepare(torch.nn.Linear(2, 1))
+    accelerator.backward(layer(torch.ones(1, 2)).mean())
+    with pytest.raises(UsageError, match="num_items=3 is not"):
+        accelerator.backward(layer(torch.ones(3, 2)).mean(), num_items=3)
+    assert accelerator.run.num_items is None
+    accelerator.backward(layer(torch.ones(1, 2)).mean())
+
+
+def test_a_plugin_sees_that_num_items_is_given():
+    run_ranks(seen_by_a_plugin, 1)

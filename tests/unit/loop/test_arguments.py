@@ -28,6 +28,7 @@ from neuron_accel.errors import ConfigurationError
 from neuron_accel.loop.arguments import (
     ACCELERATES,
     NOT_GIVEN,
+    checked_plugins,
     merged_options,
     timeout_of,
     with_accumulation,
@@ -165,3 +166,12 @@ def test_accumulation_from_the_environment_and_given_twice():
 def test_a_number_of_steps_in_the_environment_that_is_none_is_named(value):
     with pytest.raises(ConfigurationError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
         with_accumulation({}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": value})
+
+
+def test_a_mapping_among_plugins_is_read_as_in_a_configuration():
+    given = checked_plugins([{"zero1": {"bucket_cap_mb": 3.0}}, SequenceParallelPlugin()], None)
+    assert given == [Zero1Plugin(bucket_cap_mb=3.0), SequenceParallelPlugin()]
+    with pytest.raises(ConfigurationError, match="bucket_cap_mb"):
+        checked_plugins([{"zero1": {"bucket_cap": 3.0}}], None)
+    with pytest.raises(ConfigurationError, match="names in a configuration"):
+        checked_plugins(["zero1"], None)
