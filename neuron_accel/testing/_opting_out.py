@@ -9,23 +9,34 @@ from typing import Any
 
 import pytest
 
+from neuron_accel.testing._obligations import PROMISES
+
 SHORTEST = 15
 """Smallest number of characters of a reason."""
 
 
 def act(request: pytest.FixtureRequest, reasons: Mapping[str, str]) -> None:
-    """Skips the requested check if there is a reason for it, and prints the reason, whichever reports pytest shows."""
+    """Skips the requested check if there is a reason for it, and prints the reason, whichever reports pytest shows. A
+    reason for one promise of a check is only printed."""
     node: Any = request.node
+    for promise in PROMISES:
+        key = f"{node.originalname}[{promise}]"
+        if key in reasons:
+            _print(request, key, reasons[key])
     reason = next((reasons[key] for key in _keys(node) if key in reasons), None)
     if reason is None or len(reason.strip()) < SHORTEST:
         return
+    _print(request, node.name, reason)
+    pytest.skip(f"opted out: {reason}")
+
+
+def _print(request: pytest.FixtureRequest, what: str, reason: str) -> None:
     plugins = request.config.pluginmanager
     reporter, capture = plugins.get_plugin("terminalreporter"), plugins.get_plugin("capturemanager")
     if reporter is not None:
         with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
             reporter.ensure_newline()
-            reporter.write_line(f"OPTED OUT of {node.name} ({node.cls.__name__}): {reason}")
-    pytest.skip(f"opted out: {reason}")
+            reporter.write_line(f"OPTED OUT of {what} ({request.node.cls.__name__}): {reason}")
 
 
 def _keys(node: Any) -> list[str]:

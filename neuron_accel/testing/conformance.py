@@ -25,7 +25,7 @@ from torch import nn
 from neuron_accel.backends.select import Machine
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.errors import CommunicationError, PlanError, UnsupportedModelError
-from neuron_accel.testing import _cases, _form, _opting_out
+from neuron_accel.testing import _cases, _form, _obligations, _opting_out
 from neuron_accel.testing._compositions import COMPOSITIONS, Composition, data_parallel_size
 from neuron_accel.testing.parity import Batch, Tolerance, Trace, Training, compare, train_on_rank
 from neuron_accel.testing.rank_errors import RanksError
@@ -47,12 +47,13 @@ class PluginConformance:
         conflicts: for each composition that the plugin does not support (``"pp2"``, ``"pp2-gloo"``, or ``"xla"`` for
             all on these ranks), a text that the error message must contain. In it every rank must raise PlanError or
             UnsupportedModelError with a fix; in all other compositions the plugin must work.
-        training: the optimizer and the norm to which gradients are clipped. Checks set accumulation and freezing.
+        training: the optimizer and the norm to which gradients are clipped, by default 0.5. The gradients that are
+            compared are those of the last step after clipping. Checks set accumulation and freezing.
         steps: number of optimizer steps, at least 2; more for an algorithm that acts every few steps.
         backends: kinds of ranks on which the plugin is checked, as in ``run_ranks``. Checks on one kind use the first.
         opt_out: for each check that cannot hold for this plugin (``"test_tied_parameters"``, one case of it as
-            ``"test_trains_like_one_process[pp2-gloo]"``, or ``"[xla]"`` for all on these ranks), the reason, as a
-            sentence. It is printed.
+            ``"test_trains_like_one_process[pp2-gloo]"``, one promise as ``"test_keeps_its_promises[no_sync]"``, or
+            ``"[xla]"`` for all on these ranks), the reason, as a sentence. It is printed.
     """
 
     beside: ClassVar[tuple[StrategyPlugin, ...]] = ()
@@ -163,6 +164,23 @@ class PluginConformance:
             return
         trace = self._train(plugin, "alone", backend, self.training, model=self.tied_model)
         self._compare(plugin, trace, "alone", backend, self.training, model=self.tied_model)
+
+    def test_keeps_its_promises(self, plugin: StrategyPlugin, backend: str) -> None:
+        """An owner of gradient reduction keeps each promise of "Owning a responsibility" in docs/writing-a-plugin.md.
+        Skipped for a plugin that owns none, or whose algorithm differs from training in one process."""
+        prefix = "test_keeps_its_promises["
+        left_out = {key.removeprefix(prefix).rstrip("]") for key in self.opt_out if key.startswith(prefix)}
+        names = [name for name in _obligations.promised(plugin, backend) if name not in left_out]
+        if not names or self.train_reference is not _cases.train_alone_with:
+            pytest.skip("the plugin owns no gradient reduction, or not that of one process")
+        if self._refuses(plugin, backend):
+            return
+        plugins = (plugin, *self.beside)
+        ranks = 2 * COMPOSITIONS["alone"].fewest(plugins)
+        results = run_ranks(
+            _obligations.broken, ranks, plugins, names, backend, backend=backend, timeout=SECONDS[backend]
+        )
+        _none(_obligations.told(results))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
     def test_resumes(

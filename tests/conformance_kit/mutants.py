@@ -13,7 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import Claim, Phase, PlanError, PluginSpec, StrategyPlugin
+from neuron_accel.contract import (
+    BufferBroadcast,
+    Claim,
+    GradientPart,
+    GradientReducer,
+    Phase,
+    PlanError,
+    PluginSpec,
+    StrategyPlugin,
+    clip_by_norm,
+    clip_by_value,
+    clip_coefficient,
+    global_norm,
+)
 from neuron_accel.testing import Trace
 
 
@@ -349,3 +362,280 @@ class Healthy(StrategyPlugin):
 
     spec = spec("healthy")
     width: int = 1
+
+
+# ---- owning a responsibility: an owner that keeps its promises, and one for each promise that does not ---------------
+@dataclass(frozen=True, kw_only=True)
+class Owner(StrategyPlugin):
+    """Averages gradients and clips them; without a fault. Like the one in docs/writing-a-plugin.md."""
+
+    spec = PluginSpec(
+        name="owner",
+        phase=Phase.GRADIENTS,
+        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}),
+    )
+
+    def transform_model(self, model, run):
+        state = run.state(self)
+        state.setdefault("models", []).append(model)
+        state.setdefault("reducers", []).append(GradientReducer(model, run, 0.0001))
+        state.setdefault("buffers", []).append(BufferBroadcast(model, run))
+
+    def before_backward(self, loss, run):
+        for reducer in run.state(self)["reducers"]:
+            reducer.begin_backward()
+        return loss
+
+    def after_backward(self, run):
+        for reducer in run.state(self)["reducers"]:
+            reducer.end_backward()
+
+    def before_step(self, optimizer, run):
+        self.finish(run)
+
+    def after_step(self, optimizer, run):
+        for buffers in run.state(self)["buffers"]:
+            buffers.after_step()
+
+    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
+        self.finish(run)
+        return clip_by_norm(parameters, max_norm, norm_type, run)
+
+    def clip_grad_value(self, parameters, clip_value, run):
+        self.finish(run)
+        clip_by_value(parameters, clip_value)
+
+    def scale_gradients(self, parameters, factor, run):
+        self.finish(run)
+        super().scale_gradients(parameters, factor, run)
+
+    def full_gradient(self, parameter, run):
+        for reducer in run.state(self)["reducers"]:
+            reducer.flush()
+        return parameter.grad
+
+    def after_reshape(self, model, run):
+        for reducer in run.state(self)["reducers"]:
+            reducer.restart()
+
+    def teardown(self, run):
+        for each in (*run.state(self).get("reducers", []), *run.state(self).get("buffers", [])):
+            each.close()
+        run.state(self).clear()
+
+    def finish(self, run):
+        for reducer in run.state(self)["reducers"]:
+            reducer.before_step()
+
+    def records(self, run):
+        return [record for model in run.state(self)["models"] for record in model.parameters]
+
+
+class SumsShards(Owner):
+    """Divides by the ranks over which it has summed, instead of all ranks with other samples."""
+
+    def after_backward(self, run):
+        super().after_backward(run)
+        for record in self.records(run):
+            if record.layout.axes and record.current.grad is not None:
+                record.current.grad.mul_(run.data_parallel_size)
+
+
+class ReducesKeptAgain(Owner):
+    def before_backward(self, loss, run):
+        return loss
+
+
+class IgnoresNoSync(Owner):
+    def before_backward(self, loss, run):
+        for model in run.state(self)["models"]:
+            model.synchronises = True
+        return super().before_backward(loss, run)
+
+
+class ClipsTooEarly(Owner):
+    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
+        return clip_by_norm(parameters, max_norm, norm_type, run)
+
+
+class ClipsOnlyTheEuclideanNorm(Owner):
+    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
+        return super().clip_grad_norm(parameters, max_norm, 2.0, run)
+
+
+class ClipsValuesTooEarly(Owner):
+    def clip_grad_value(self, parameters, clip_value, run):
+        clip_by_value(parameters, clip_value)
+
+
+class ScalesTooEarly(Owner):
+    """Keeps gradients elsewhere until they are reduced, and scales those that are not there."""
+
+    def after_backward(self, run):
+        super().after_backward(run)
+        kept = run.state(self).setdefault("kept", {})
+        for record in self.records(run):
+            if record.current.grad is not None:
+                before, record.current.grad = record.current.grad.clone(), None
+                kept[record.fqn] = kept[record.fqn] + before if record.fqn in kept else before
+
+    def finish(self, run):
+        kept = run.state(self).pop("kept", {})
+        for record in self.records(run):
+            if record.fqn in kept:
+                record.current.grad = kept[record.fqn]
+        super().finish(run)
+
+    def scale_gradients(self, parameters, factor, run):
+        StrategyPlugin.scale_gradients(self, parameters, factor, run)
+
+
+class ShowsUnreduced(Owner):
+    def full_gradient(self, parameter, run):
+        return parameter.grad
+
+
+class StepsUnreduced(Owner):
+    def before_step(self, optimizer, run):
+        pass
+
+
+class StepsTogether(Owner):
+    """Reduces gradients also for a step inside `no_sync`."""
+
+    def before_step(self, optimizer, run):
+        for model in run.state(self)["models"]:
+            before, model.sync_enabled = model.sync_enabled, True
+            self.finish(run)
+            model.sync_enabled = before
+
+
+class IgnoresReduceDtype(Owner):
+    def transform_model(self, model, run):
+        for record in model.parameters:
+            record.reduce_dtype = None
+        super().transform_model(model, run)
+
+
+class LeavesOutUnused(Owner):
+    """Lets a parameter without a gradient on this rank have none."""
+
+    def transform_model(self, model, run):
+        super().transform_model(model, run)
+        used = run.state(self)["used"] = set()
+        for record in model.parameters:
+            record.current.register_post_accumulate_grad_hook(lambda _, name=record.fqn: used.add(name))
+
+    def before_step(self, optimizer, run):
+        super().before_step(optimizer, run)
+        for record in self.records(run):
+            if record.fqn not in run.state(self)["used"]:
+                record.current.grad = None
+        run.state(self)["used"].clear()
+
+
+class FillsUnused(Owner):
+    """Gives a parameter that no rank has used a gradient of zeros."""
+
+    def before_step(self, optimizer, run):
+        super().before_step(optimizer, run)
+        for record in self.records(run):
+            if record.current.requires_grad and record.current.grad is None:
+                record.current.grad = torch.zeros_like(record.current)
+
+
+class DividesByRanksWithData(Owner):
+    def after_backward(self, run):
+        super().after_backward(run)
+        if run.join.has_parted and run.join.is_uneven:
+            for record in self.records(run):
+                if record.current.grad is not None:
+                    record.current.grad.mul_(run.data_parallel_size)
+
+
+class DoesNotJoin(Owner):
+    """Ranks without data take no part in its sums."""
+
+    def transform_model(self, model, run):
+        register, run.join.register = run.join.register, _never_announced
+        super().transform_model(model, run)
+        run.join.register = register
+
+
+class _Silent:
+    announced = False
+
+    def __call__(self, *arguments):
+        pass
+
+
+def _never_announced(name, perform, **options):
+    return _Silent()
+
+
+class ScalesNothing(Owner):
+    def scale_gradients(self, parameters, factor, run):
+        pass
+
+
+class KeepsBuffersApart(Owner):
+    def after_step(self, optimizer, run):
+        pass
+
+
+class RemembersNaN(Owner):
+    """Adds a part of the last gradient to the next one, as error feedback does; here a part of zero."""
+
+    def after_backward(self, run):
+        super().after_backward(run)
+        memory = run.state(self).setdefault("memory", {})
+        for record in self.records(run):
+            if record.current.grad is not None:
+                record.current.grad = record.current.grad + memory.get(record.fqn, 0)
+                memory[record.fqn] = record.current.grad * 0
+
+
+class ForgetsNewShapes(Owner):
+    def after_reshape(self, model, run):
+        pass
+
+
+class CountsTwice(Owner):
+    """Its norm counts the elements that several ranks hold as often as there are such ranks."""
+
+    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
+        self.finish(run)
+        wanted = {id(parameter) for parameter in parameters}
+        parts = [
+            GradientPart(record.current.grad, record.axes)
+            for record in self.records(run)
+            if id(record.current) in wanted and record.current.grad is not None
+        ]
+        norm = global_norm(parts, run, norm_type)
+        for part in parts:
+            part.tensor.mul_(clip_coefficient(norm, max_norm))
+        return norm
+
+
+BREAKS = {
+    SumsShards: "sharded_over_samples",
+    ReducesKeptAgain: "kept",
+    IgnoresNoSync: "no_sync",
+    ClipsTooEarly: "reduced_before_clipping",
+    ClipsOnlyTheEuclideanNorm: "reduced_before_clipping_inf",
+    ClipsValuesTooEarly: "reduced_before_clipping_values",
+    ScalesTooEarly: "reduced_before_scaling",
+    ShowsUnreduced: "reduced_before_reading",
+    StepsUnreduced: "reduced_before_the_step",
+    StepsTogether: "step_inside_no_sync",
+    IgnoresReduceDtype: "reduce_dtype",
+    LeavesOutUnused: "missing",
+    FillsUnused: "missing",
+    DividesByRanksWithData: "uneven_averages",
+    ScalesNothing: "items",
+    KeepsBuffersApart: "buffers",
+    RemembersNaN: "not_finite",
+    ForgetsNewShapes: "reshaped",
+    CountsTwice: "held_twice",
+}
+"""Which promise each of them breaks."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from neuron_accel.testing import PluginConformance, Training
+from neuron_accel.testing import PluginConformance, RanksError, Training, run_ranks
+from neuron_accel.testing._obligations import PROMISES, broken, promised, told
 from tests.conformance_kit import mutants
 
 
@@ -203,6 +204,56 @@ def test_a_bad_end():
     assert "ended with exit code 3" in refusal("test_exits_cleanly", mutants.EndsBadly())
 
 
+# ---- owning a responsibility -----------------------------------------------------------------------------------------
+def each_breaks(owners):
+    """For each owner, what is found of each promise in ``owners``, on this rank."""
+    return {cls.__name__: broken((cls(),), names, "gloo") for cls, names in owners.items()}
+
+
+@pytest.fixture(scope="module")
+def breaks():
+    """What the kit finds in an owner without a fault, and in each that breaks a promise: all in one call."""
+    healthy = promised(mutants.Owner(), "gloo")
+    owners = {mutants.Owner: healthy} | {cls: [name] for cls, name in mutants.BREAKS.items()}
+    results = run_ranks(each_breaks, 2, owners, timeout=110)
+    return {name: told([result[name] for result in results]) for name in results[0]}
+
+
+def test_an_owner_that_keeps_its_promises(breaks):
+    assert breaks["Owner"] == []
+
+
+@pytest.mark.parametrize("cls", mutants.BREAKS, ids=lambda cls: cls.__name__)
+def test_each_promise_that_is_broken_is_found(breaks, cls):
+    (found,) = breaks[cls.__name__]
+    assert found.startswith(mutants.BREAKS[cls])
+
+
+def test_every_promise_is_broken_by_one_of_the_owners():
+    assert {*mutants.BREAKS.values(), "uneven"} == set(PROMISES)
+
+
+def test_a_rank_without_data_that_takes_no_part():
+    """The others wait for it, or receive something else."""
+    with pytest.raises(RanksError):
+        run_ranks(broken, 2, (mutants.DoesNotJoin(),), ["uneven"], "gloo", timeout=5)
+
+
+def test_the_check_says_which_promises_are_broken():
+    class Declares(Kit):
+        opt_out = {  # noqa: RUF012
+            "test_keeps_its_promises[no_sync]": "it is faster to reduce at once",
+            "test_keeps_its_promises[step_inside_no_sync]": "its ranks always step together",
+        }
+
+    message = refusal("test_keeps_its_promises", mutants.KeepsBuffersApart(), "gloo")
+    assert "buffers: the buffer of rank 1 is not that of the first rank" in message
+    assert "no_sync: 4 reductions inside `no_sync`" in refusal(
+        "test_keeps_its_promises", mutants.IgnoresNoSync(), "gloo"
+    )
+    Declares().test_keeps_its_promises(mutants.IgnoresNoSync(), "gloo")
+
+
 # ---- opting out ------------------------------------------------------------------------------------------------------
 def test_opting_out_without_a_reason():
     class Evasive(PluginConformance):
@@ -226,7 +277,8 @@ def test_opting_out_without_a_reason():
 
 OPTING_OUT = """
 import pytest
-from neuron_accel.testing import PluginConformance, Training
+from neuron_accel.testing import PluginConformance, RanksError, Training, run_ranks
+from neuron_accel.testing._obligations import PROMISES, broken, promised, told
 from tests.conformance_kit.mutants import Healthy
 
 class TestHealthy(PluginConformance):

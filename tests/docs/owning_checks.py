@@ -153,3 +153,31 @@ def test_averages_over_items():
     expected = alone([1, 1], weights=[2 * 1 / 4, 2 * 3 / 4])[1]
     for found in run_ranks(averaged_over_items, RANKS):
         close([found], [expected])
+
+
+class Counted(Branches):
+    """With running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x, branch):
+        self.mean.lerp_(x.mean(0), 0.5)
+        return super().forward(x, branch)
+
+
+def buffers_after_a_step():
+    accelerator = NeuronAccelerator(plugins=[AveragingPlugin()])
+    torch.manual_seed(0)
+    model = Counted()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(*batch(accelerator.process_index, 0)))
+    optimizer.step()
+    return model.mean.clone()
+
+
+def test_buffers_are_those_of_the_first_rank():
+    expected = 0.5 * batch(0, 0)[0].mean(0)
+    for found in run_ranks(buffers_after_a_step, RANKS):
+        torch.testing.assert_close(found, expected)

@@ -18,7 +18,7 @@ from tests.packages import ROOT, install, run_in
 
 PAGE = ROOT / "docs" / "writing-a-plugin.md"
 FILE = re.compile(r"^\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-QUICK = "not (Steady or Averaging) or is_ or form or configuration or (alone and gloo)"
+QUICK = "not (Steady or Averaging) or is_ or form or configuration or ((alone or promises) and gloo)"
 USE = """
 import json, torch
 from neuron_accel import NeuronAccelerator
