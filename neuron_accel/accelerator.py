@@ -1074,6 +1074,7 @@ class NeuronAccelerator(Accelerator):
             CheckpointError: on every rank, if something cannot be saved or written. An earlier checkpoint in the folder
                 is left intact.
         """
+        self.run.shared_inputs.compare()
         return self._session.save(
             output_dir,
             safe_serialization=safe_serialization,

@@ -181,9 +181,18 @@ class _Wrapped:
 
 
 def _agree_on_shuffling(loader: DataLoader, run: Run) -> None:
-    """Gives a random sampler without a generator one with the same seed on all ranks, so that the order is the same."""
+    """Makes a random sampler without a generator yield the same order on all ranks.
+
+    It gets a generator with the same seed, drawn as Accelerate draws one. If all ranks read the same samples, as one
+    process does, the sampler stays as it is, and the ranks' default generators get the same state: it then draws the
+    numbers that it draws in one process.
+    """
     sampler = None if isinstance(loader.dataset, IterableDataset) else get_sampler(loader)
-    if isinstance(sampler, RandomSampler) and sampler.generator is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        seed = run.backend.broadcast_object(seed, run.world)
-        sampler.generator = torch.Generator().manual_seed(seed)
+    if not isinstance(sampler, RandomSampler) or sampler.generator is not None:
+        return
+    if run.data_parallel_size == 1 and not run.backend.is_lazy:
+        torch.set_rng_state(run.backend.broadcast_object(torch.get_rng_state(), run.world))
+        return
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    seed = run.backend.broadcast_object(seed, run.world)
+    sampler.generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,8 @@
 """Loaders for ranks that read the same samples, with a check that their batches are equal.
 
 Ranks along a model axis compute one forward pass together. Different batches would not raise an error but give a
-meaningless loss. These ranks therefore compare a checksum of the first batch of every epoch.
+meaningless loss. These ranks therefore compare a checksum of the first batch of every epoch before they use it, and
+those of the other batches with what else is compared (:mod:`neuron_accel.engine.runtime.shared_inputs`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from accelerate.utils import initialize_tensors
 from torch.utils._pytree import tree_leaves
 
 from neuron_accel.data.fixed_rows import has_fixed_rows
-from neuron_accel.data.mixing import Mixin, mixed
+from neuron_accel.data.mixing import Mixin, as_mixed, mixed
+from neuron_accel.engine.runtime.shared_inputs import checksum_of
 from neuron_accel.errors import DesyncError
 
 if TYPE_CHECKING:
@@ -35,10 +37,7 @@ def checksum(batch: Any) -> int:
     total = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
-            total = zlib.crc32(f"{tuple(leaf.shape)}{leaf.dtype}".encode(), total)
-            flat = leaf.detach().contiguous().cpu().reshape(-1)
-            data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-            total = zlib.crc32(data, total)
+            total = checksum_of(leaf, total)
         else:
             total = zlib.crc32(repr(leaf).encode(), total)
     return total
@@ -67,7 +66,7 @@ def check_same(batch: Any, run: Run) -> None:
 
 
 class _Checked(Mixin):
-    """Checks the first batch of every epoch."""
+    """Checks the first batch of every epoch, and the others together at its end at the latest."""
 
     prefix = "Shared"
     run: Run
@@ -76,6 +75,19 @@ class _Checked(Mixin):
         for index, batch in enumerate(super().__iter__()):  # type: ignore[misc]
             if index == 0:
                 check_same(batch, self.run)
+            yield batch
+        self.run.shared_inputs.compare()
+
+
+class _Noted(Mixin):
+    """A loader of torch that adds its batches, while they are on the host, to what is compared."""
+
+    prefix = "Noted"
+    run: Run
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():  # type: ignore[misc]
+            self.run.shared_inputs.add(checksum(batch))
             yield batch
 
 
@@ -93,13 +105,26 @@ class SharedDispatcher(_Checked, DataLoaderDispatcher):
     state: Any
     """A :class:`DataPlace`; in Accelerate's class, a ``PartialState``."""
 
+    _drawn: torch.Tensor | None = None
+    """State of the default generator as reading this epoch has left it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn = None
+        yield from super().__iter__()
+
     def _fetch_batches(self, iterator: Any) -> tuple[Any, list[Any]]:
         place: DataPlace = self.state
         self.state = place.reading
+        # The main process alone reads. What a dataset draws there must not change what its peers draw alike.
+        common = torch.get_rng_state()
+        if self._drawn is not None:
+            torch.set_rng_state(self._drawn)
         try:
             batch, info = super()._fetch_batches(iterator)
+            self._drawn = torch.get_rng_state()
         finally:
             self.state = place
+            torch.set_rng_state(common)
         if batch is None and info[0] is not None and place.process_index == 0:
             batch = initialize_tensors(info[0])  # belongs to the first data-parallel rank, but has not read
         return batch, info
@@ -131,4 +156,7 @@ def share(loader: Any, run: Run) -> Any:
     shared.run = run
     if kind is SharedDispatcher:
         shared.state = DataPlace(run)
+    elif run.shared_inputs.compares and not issubclass(type(loader.base_dataloader), _Noted):
+        shared.base_dataloader = as_mixed(loader.base_dataloader, _Noted)
+        shared.base_dataloader.run = run
     return shared

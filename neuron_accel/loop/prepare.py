@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from neuron_accel.checkpoint.state.training import random_state, set_random_state
+from neuron_accel.data.shared import sharing_group
 from neuron_accel.engine.optim.full_parameter import full_parameter_step
 from neuron_accel.engine.optim.twin import StandIn, build_deferred, translate
 from neuron_accel.engine.plan.plugin import Phase
@@ -38,6 +40,9 @@ def prepare_model(
     with_optimizer: bool = False,
 ) -> PreparedModel:
     """Broadcasts a model from the first rank, lets the plugins rewrite it, and moves it to its device. Collective.
+
+    Ranks that read the same samples take over the random state of the first of them, so that a seed that differs
+    between all processes (Accelerate's ``set_seed(seed, device_specific=True)``) differs between data-parallel ranks.
 
     Args:
         model: the model as the user built it.
@@ -65,6 +70,7 @@ def prepare_model(
         )
     origin = origin_of(model, run) if run.backend.has_values else None
     broadcast_tensors(state_tensors(model), run, run.world)
+    share_random_state(run)
     record = PreparedModel(
         original=model, module=model, parameters=ParameterMap(model, mesh=run.mesh), optimizable=training
     )
@@ -80,6 +86,7 @@ def prepare_model(
     load(record)
     if run.ranges.observers:
         record.make_ranges(run.ranges)
+    record.handles += run.shared_inputs.watch(record.module)
     if training:
         transform_model(record, run, since=Phase.GRADIENTS)
         record.handles.append(record.module.register_forward_pre_hook(record.settle_synchronisation))
@@ -88,6 +95,18 @@ def prepare_model(
         if not hasattr(record.module, "no_sync"):
             record.module.no_sync = NoSync(record)  # type: ignore[assignment]  # a callable, as DDP's method is
     return record
+
+
+def share_random_state(run: Run) -> None:
+    """Sets the random state of ranks that read the same samples to that of the first of them. Collective. On a lazy
+    device only the device's: ranks may be threads, which share the others."""
+    group, generator = sharing_group(run), run.backend.generator
+    if group.size == 1 or not run.backend.has_values:
+        return
+    if run.backend.is_lazy:
+        generator.set_state(run.backend.broadcast_object(generator.get_state(), group))
+    else:
+        set_random_state(run.backend.broadcast_object(random_state(generator), group), generator)
 
 
 def finish(run: Run) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.plan.plugin import HOOKS, Phase, overrides
 from neuron_accel.engine.runtime.join import Join
+from neuron_accel.engine.runtime.shared_inputs import SharedInputs
 from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
 from neuron_accel.errors import CheckpointError, NeuronAccelError, UsageError, did_you_mean
 
@@ -219,6 +220,8 @@ class Run:
     error names the rank and the operation."""
     join: Join = field(init=False)
     """Lets ranks that have run out of data take part in the collectives of the others."""
+    shared_inputs: SharedInputs = field(init=False)
+    """Compares inputs and random numbers between the ranks that compute a forward pass together."""
     watchers: list[Any] = field(default_factory=list, init=False)
     """The watchers that reduce gradients as they arrive: one for each optimizer or model that owns some."""
 
@@ -228,7 +231,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.hooks = BoundHooks(self.plan, self.backend.ranges)
-        self.join, self.calling = Join(self), _unwatched
+        self.join, self.calling, self.shared_inputs = Join(self), _unwatched, SharedInputs(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles plan, backend and groups, without anything that was prepared."""
