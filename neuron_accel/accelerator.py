@@ -419,7 +419,7 @@ class NeuronAccelerator(Accelerator):
 
         The types that a type checker sees do not change. As in Accelerate, optimizers and schedulers are wrapped:
         methods that a class has in addition to those of ``torch.optim.Optimizer`` or ``LRScheduler`` are found on
-        ``optimizer.optimizer`` and ``scheduler.scheduler``.
+        ``optimizer.optimizer`` and ``scheduler.scheduler``. Those of an optimizer are collective if a plugin shards it.
 
         Args:
             args: the objects; those of another type are returned unchanged.

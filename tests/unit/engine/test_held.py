@@ -1,0 +1,103 @@
+"""Optimizers that hold another one: their copies, their state, and what the trial of an optimizer finds out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure
+from neuron_accel.engine.optim.held import held_optimizers, state_of
+from neuron_accel.engine.optim.twin import twin
+
+
+def parameters():
+    return [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6))]
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=1e-2)
+
+
+def of_a_library(name, *args, **options):
+    library = pytest.importorskip("pytorch_optimizer")
+    return getattr(library, name)(*args, **options)
+
+
+# What each is: element-wise, in need of a closure.
+KINDS = {
+    "Lookahead": (lambda: of_a_library("Lookahead", adam(parameters())), True, False),
+    "Lookahead of Adafactor": (lambda: of_a_library("Lookahead", torch.optim.Adafactor(parameters())), False, False),
+    "ScheduleFreeWrapper": (lambda: of_a_library("ScheduleFreeWrapper", adam(parameters())), True, False),
+    "ScheduleFreeAdamW": (lambda: of_a_library("ScheduleFreeAdamW", parameters()), True, False),
+    "SAM": (lambda: of_a_library("SAM", parameters(), torch.optim.SGD, lr=0.1), False, True),
+    "LBFGS": (lambda: torch.optim.LBFGS(parameters()), False, True),
+    "Adagrad": (lambda: torch.optim.Adagrad(parameters()), True, False),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_trial_sees_the_step_of_the_optimizer_inside(name):
+    make, elementwise, closure = KINDS[name]
+    optimizer = make()
+    assert is_elementwise(optimizer) is elementwise
+    assert needs_closure(optimizer) is closure
+    assert is_separable(optimizer)
+
+
+class Holder(torch.optim.Optimizer):
+    """Holds an optimizer in a dict, refers to its state, and has a method bound to itself."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.bases = {"only": base}
+        self.param_groups, self.seen = base.param_groups, base.state
+        self.update = self._update
+        for p in base.param_groups[0]["params"]:
+            self.state[p]["slow"] = p.detach().clone()
+
+    def _update(self):
+        return self
+
+    def step(self, closure=None):
+        self.bases["only"].step()
+
+
+def test_a_twin_has_a_copy_of_the_optimizer_inside():
+    optimizer = Holder(torch.optim.Adagrad(parameters()))
+    mine = nn.Parameter(torch.zeros(3))
+    mine.grad = torch.ones(3)
+    state = {mine: {"slow": torch.ones(3), "bases.only.sum": torch.zeros(3), "bases.only.step": torch.tensor(0.0)}}
+    copied = twin(optimizer, [{**optimizer.param_groups[0], "params": [mine]}], state)
+    base = copied.bases["only"]
+    assert base is not optimizer.bases["only"]
+    assert base.param_groups is copied.param_groups
+    assert copied.seen is base.state
+    assert copied.update() is copied
+    before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    copied.step()
+    assert (mine < 0).all()
+    assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+    assert list(copied.state[mine]) == ["slow"]
+    assert base.state[mine]["sum"].tolist() == [1.0] * 3
+
+
+def test_the_state_of_both_is_one():
+    optimizer = Holder(torch.optim.Adagrad(parameters()))
+    base, first = optimizer.bases["only"], optimizer.param_groups[0]["params"][0]
+    assert held_optimizers(optimizer) == {"bases.only": base}
+    state = state_of(optimizer)
+    assert sorted(state[first]) == ["bases.only.step", "bases.only.sum", "slow"]
+    state[first]["bases.only.sum"] = torch.full((4, 6), 2.0)
+    assert base.state[first]["sum"][0, 0] == 2
+    removed = state.pop(first)
+    assert first not in base.state
+    assert first not in optimizer.state
+    state[first] = dict(removed)
+    assert base.state[first]["sum"][0, 0] == 2
+    assert list(optimizer.state[first]) == ["slow"]
+    del state[first]["bases.only.step"]
+    assert "step" not in base.state[first]
+    assert len(state) == 2
+    alone = adam(parameters())
+    assert state_of(alone) is alone.state
