@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import shutil
@@ -16,7 +17,7 @@ from neuron_accel.cli.host import read_mounts
 from neuron_accel.cli.parser import Parser, naming_options
 from neuron_accel.cli.terminal import format_command, format_pairs, show, table_width
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.neuron.cache import CompileCache, location_of, remark_on_place
+from neuron_accel.neuron.cache import URL_VARIABLE, CompileCache, location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.environment import compile_settings
 from neuron_accel.neuron.variables import Setting
@@ -36,8 +37,9 @@ test accelerator.is_precompiling.
 The graphs are those of training only if batch size, sequence length, number of machines and ranks, versions and
 compiler flags are the same.
 
-The tool and the ranks need the same compile cache. The tool uses the --cache-dir of a `neuron-accel launch` after --;
-for other commands pass it here or set NEURON_COMPILE_CACHE_URL. --command clean and clear-locks work on this cache.
+The tool and the ranks need the same compile cache. The tool uses the --cache-dir of a `neuron-accel launch` after --,
+also behind srun or as `python -m neuron_accel.cli.main launch`; for other commands, such as a shell script, pass it
+here or set NEURON_COMPILE_CACHE_URL. --command clean and clear-locks work on this cache.
 """
 EXAMPLES = """\
 examples:
@@ -157,6 +159,10 @@ def plan_precompile(
     cache = _cache(args, script)
     settings = _settings(args, cache, environ)
     place = location_of({**environ, **{setting.name: setting.value for setting in settings}})
+    given = {**environ, **{setting.name: setting.value for setting in settings}}.get(URL_VARIABLE, "").strip()
+    if script and not given and _launched_with(script) is None:
+        why = "so that a `neuron-accel launch` that this command starts with another --cache-dir is refused"
+        settings.append(Setting(name=URL_VARIABLE, value=place, why=why))
     remark = remark_on_place(place, mounts, host)
     return PrecompilePlan(
         words=(tool or TOOL, *command, *analysis, *script),
@@ -189,12 +195,17 @@ def _cache(args: argparse.Namespace, script: Sequence[str]) -> CompileCache:
 
 
 def _launched_with(script: Sequence[str]) -> argparse.Namespace | None:
-    """The options of a ``neuron-accel launch``; None for another command."""
-    if len(script) < 2 or os.path.basename(script[0]) != "neuron-accel" or script[1] != "launch":
-        return None
-    parser = Parser(prog="neuron-accel launch")
-    launch.add_arguments(parser)
-    return parser.parse_args(list(script[2:]))
+    """The options of a ``neuron-accel launch`` or ``python -m neuron_accel.cli.main launch``, also behind another
+    command such as ``srun``; None if there is none."""
+    for index, (first, second) in enumerate(itertools.pairwise(script)):
+        if second != "launch":
+            continue
+        as_module = index > 0 and script[index - 1] == "-m" and first == "neuron_accel.cli.main"
+        if as_module or os.path.basename(first) == "neuron-accel":
+            parser = Parser(prog="neuron-accel launch")
+            launch.add_arguments(parser)
+            return parser.parse_args(list(script[index + 2 :]))
+    return None
 
 
 def _script(args: argparse.Namespace) -> list[str]:

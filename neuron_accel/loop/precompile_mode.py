@@ -55,7 +55,9 @@ class PrecompilationPlugin(StrategyPlugin):
             raise ConfigurationError(f"max_steps is {self.max_steps}; expected at least 1.")
 
     def transform_dataloader(self, dataloader: Any, run: Run) -> Any:
-        return ShortLoader(dataloader, self.max_steps * self.batches_per_step, lambda: self._execute_once(run))
+        short = ShortLoader(dataloader, self.max_steps * self.batches_per_step, lambda: self._execute_once(run))
+        run.state(self).setdefault("loaders", []).append(short)
+        return short
 
     def _execute_once(self, run: Run) -> None:
         state = run.state(self)
@@ -69,7 +71,20 @@ class PrecompilationPlugin(StrategyPlugin):
         if steps[id(optimizer)] > self.max_steps:
             run.backend.step_boundary()
             print(f"neuron-accel: collected the graphs of {self.max_steps} steps; the run ends here", file=sys.stderr)
+            self._say_what_is_missing(run)
             raise SystemExit(0)
+
+    def _say_what_is_missing(self, run: Run) -> None:
+        loaders = run.state(self).get("loaders", [])
+        unread = [str(number) for number, loader in enumerate(loaders, start=1) if not loader.was_read]
+        if unread:
+            print(
+                f"neuron-accel: of {len(loaders)} prepared loaders no batch was read from number {', '.join(unread)}, "
+                "for example because the evaluation comes later: its graphs are not collected, and training will wait "
+                "for the compiler. Raise --max-steps, or evaluate before the first step if "
+                "accelerator.is_precompiling",
+                file=sys.stderr,
+            )
 
 
 class ShortLoader:
@@ -79,10 +94,13 @@ class ShortLoader:
         loader: a prepared loader.
         most: the largest number of batches.
         between: called before each batch except the first.
+
+    Attributes:
+        was_read: whether a batch was read.
     """
 
     def __init__(self, loader: Any, most: int, between: Callable[[], None]) -> None:
-        self.__dict__.update(_loader=loader, _most=most, _between=between)
+        self.__dict__.update(_loader=loader, _most=most, _between=between, was_read=False)
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
@@ -90,6 +108,7 @@ class ShortLoader:
             for index, batch in enumerate(itertools.islice(batches, self._most)):
                 if index:
                     self._between()
+                self.__dict__["was_read"] = True
                 yield batch
         finally:
             with contextlib.suppress(AttributeError):

@@ -15,6 +15,7 @@ from accelerate.utils import recursively_apply, release_memory, send_to_device
 from neuron_accel.checkpoint.state.load import load_weights, refresh_masters
 from neuron_accel.engine.runtime.run import PreparedModel
 from neuron_accel.errors import UsageError
+from neuron_accel.loop.precompile_mode import PrecompilationPlugin
 
 
 class TrainersAccelerator(NeuronAccelerator):
@@ -38,6 +39,12 @@ class TrainersAccelerator(NeuronAccelerator):
         if kept.is_raised:
             self._say_batch(steps)
         return kept.accumulation(steps)
+
+    @property
+    def trial_steps(self) -> int | None:
+        """Number of steps after which a run that only collects graphs ends; None for any other run."""
+        trials = (p.max_steps for p in self.plan.plugins if isinstance(p, PrecompilationPlugin))
+        return next(trials, None)
 
     @property
     def is_lazy(self) -> bool:
@@ -97,8 +104,8 @@ class TrainersAccelerator(NeuronAccelerator):
             )
         super().free_memory()
 
-    def begins_with(self, model: nn.Module) -> bool:
-        """Whether the Trainer has prepared another model before this one."""
+    def has_prepared_another(self, model: nn.Module) -> bool:
+        """Whether the Trainer has prepared another model than this one."""
         mine = self.run.prepared(model)
         return any(record is not mine and self.has_own(record) for record in self.run.models)
 

@@ -48,6 +48,21 @@ class StopTogether(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+class EvaluateInTrial(TrainerCallback):
+    """Evaluates once after ``steps`` steps, the last ones of a run that only collects graphs, so that the graphs of an
+    evaluation are among them, whenever the training evaluates."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.evaluated = steps, False
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.evaluated = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.steps and not self.evaluated:
+            control.should_evaluate = True
+
+
 class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
     """A mixin that makes a Trainer class train with strategies; it has to come before that class::
 
@@ -168,9 +183,9 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        if self.accelerator.begins_with(self.model):  # model_init has built a new model
+        if self.accelerator.has_prepared_another(self.model):  # model_init has built a new model
             self.accelerator.start_over()
-        with self._stopping_together():
+        with self._stopping_together(), self._evaluating_in_trial():
             return super()._inner_training_loop(  # type: ignore[misc]
                 batch_size=batch_size,
                 args=args,
@@ -198,6 +213,19 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         finally:
             self.remove_callback(stop)  # type: ignore[attr-defined]
             stop.interruption.close()
+
+    @contextmanager
+    def _evaluating_in_trial(self) -> Iterator[None]:
+        steps, data = self.accelerator.trial_steps, getattr(self, "eval_dataset", None)
+        if steps is None or data is None:
+            yield
+            return
+        callback = EvaluateInTrial(steps)
+        self.add_callback(callback)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self.remove_callback(callback)  # type: ignore[attr-defined]
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Prepares the model and the optimizer if they are not prepared, and loads the checkpoint; returns the model

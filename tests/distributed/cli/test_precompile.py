@@ -11,6 +11,9 @@ import pytest
 from neuron_accel.cli.main import build_parser, main
 from neuron_accel.cli.precompile import plan_precompile
 from neuron_accel.errors import ConfigurationError
+from neuron_accel.neuron.cache import CompileCache
+from neuron_accel.neuron.compiler import CompilerOptions
+from neuron_accel.neuron.environment import compile_settings
 
 # What the real one does as far as anybody can see: it runs the command with graphs being extracted.
 FAKE_TOOL = """#!/bin/bash
@@ -116,7 +119,9 @@ def test_a_trial_sees_every_phase_once_keeps_nothing_and_ends(tool, start, tmp_p
 def test_what_the_tool_is_told(arguments, words):
     plan = plan_precompile(build_parser().parse_args(["precompile", *arguments]), {}, "/bin/tool")
     assert plan.words == ("/bin/tool", *words)
-    assert {setting.name for setting in plan.settings} == {"NEURON_ACCEL_PRECOMPILE_STEPS"}
+    assert {setting.name for setting in plan.settings} - {"NEURON_COMPILE_CACHE_URL"} == {
+        "NEURON_ACCEL_PRECOMPILE_STEPS"
+    }
 
 
 LAUNCH = ["neuron-accel", "launch", "--nproc-per-node", "2"]
@@ -128,6 +133,9 @@ LAUNCH = ["neuron-accel", "launch", "--nproc-per-node", "2"]
         (["--", *LAUNCH, "--cache-dir", "/c", "t.py", "--cache-dir", "/of/the/script"], "/c"),
         (["--", *LAUNCH, "--cache_dir=/c", "t.py"], "/c"),
         (["--", "/opt/bin/neuron-accel", *LAUNCH[1:], "--cache-dir=/c", "t.py"], "/c"),
+        (["--", "python", "-m", "neuron_accel.cli.main", *LAUNCH[1:], "--cache-dir", "/c", "t.py"], "/c"),
+        (["--", "srun", "-N", "2", *LAUNCH, "--cache-dir", "/c", "t.py"], "/c"),
+        (["--", "env", "A=1", "python3", "-m", "neuron_accel.cli.main", *LAUNCH[1:], "--cache-dir=/c", "t.py"], "/c"),
         (["--cache-dir", "/c", "--", *LAUNCH, "--cache-dir", "/c", "t.py"], "/c"),
         (["--cache-dir", "/c", "--", *LAUNCH, "t.py"], "/c"),
         (["--command", "collect", "--", *LAUNCH, "--cache-dir", "/c", "t.py"], "/c"),
@@ -135,7 +143,6 @@ LAUNCH = ["neuron-accel", "launch", "--nproc-per-node", "2"]
         (["--command", "clear-locks", "--cache-dir", "/c"], "/c"),
         (["--command", "compile", "--cache-dir", "/c"], "/c"),
         (["--", *LAUNCH, "t.py"], None),
-        (["--", "torchrun", "--cache-dir", "/c", "t.py"], None),
     ],
 )
 def test_the_tool_and_the_ranks_have_one_cache(arguments, place):
@@ -145,6 +152,18 @@ def test_the_tool_and_the_ranks_have_one_cache(arguments, place):
     assert found.get("NEURON_COMPILE_CACHE_URL") == place
     assert plan.place == (place or "/var/tmp/neuron-compile-cache")
     assert f"compile cache {plan.place}" in " ".join(plan.explain().split())
+
+
+@pytest.mark.parametrize("command", [["bash", "run.sh"], ["torchrun", "--cache-dir", "/c", "t.py"]])
+@pytest.mark.parametrize("environ", [{}, {"NEURON_CC_FLAGS": "--cache_dir=/d"}, {"NEURON_COMPILE_CACHE_URL": "/d"}])
+def test_ranks_of_a_command_that_cannot_be_seen_get_the_cache_of_the_tool(command, environ):
+    """So that a launch in a shell script refuses another one, instead of compiling everything again."""
+    plan = plan_precompile(build_parser().parse_args(["precompile", "--", *command]), environ, "/bin/tool")
+    place = "/d" if environ else "/var/tmp/neuron-compile-cache"
+    ranks = {**environ, **{setting.name: setting.value for setting in plan.settings}}
+    assert plan.place == ranks["NEURON_COMPILE_CACHE_URL"] == place
+    with pytest.raises(ConfigurationError, match=f"{place} and the cache at /other contradict each other"):
+        compile_settings(CompilerOptions(), CompileCache(location="/other"), ranks, native=False)
 
 
 def test_a_launch_that_cannot_be_read_is_answered_at_once(capsys):

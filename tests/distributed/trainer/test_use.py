@@ -195,3 +195,21 @@ def test_a_batch_size_that_fits_is_found(tmp_path):
     assert 1 <= size <= 2
     assert steps == 2
     assert all(np.isfinite(losses))
+
+
+@pytest.mark.parametrize("more", [{"eval_strategy": "steps", "eval_steps": 5}, {"eval_strategy": "no"}])
+def test_a_run_that_only_collects_graphs_evaluates_before_it_ends(more, tmp_path, monkeypatch):
+    from neuron_accel.trainer import NeuronTrainer, NeuronTrainingArguments
+
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    monkeypatch.setenv("NEURON_ACCEL_PRECOMPILE_STEPS", "2")
+    trainer = NeuronTrainer(
+        model=model(),
+        args=NeuronTrainingArguments(**options(tmp_path, max_steps=8, save_strategy="no") | more),
+        train_dataset=Texts(),
+        eval_dataset=Texts(4, seed=1),
+    )
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2]
+    assert not any(type(each).__name__ == "EvaluateInTrial" for each in trainer.callback_handler.callbacks)
