@@ -201,14 +201,14 @@ def tiny_llama(*, tied: bool = False) -> nn.Module:
         )
     )
     model.add_module("unused", nn.Linear(3, 1))
-    model.register_buffer("largest_token", torch.zeros((), dtype=torch.int64))
+    model.register_buffer("largest_token", torch.zeros(()))
     model.register_forward_pre_hook(_note_tokens, with_kwargs=True)
     return model
 
 
 def _note_tokens(model: Any, args: Any, kwargs: Any) -> None:
     """Notes the largest token so far, however often and on however many samples at once the model runs."""
-    model.largest_token.copy_(torch.maximum(model.largest_token, kwargs["input_ids"].max()))
+    model.largest_token.copy_(torch.maximum(model.largest_token, kwargs["input_ids"].float().max()))
 
 
 tiny_tied_llama = functools.partial(tiny_llama, tied=True)

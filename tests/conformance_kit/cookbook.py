@@ -90,12 +90,13 @@ def train_in_bf16(model_fn, batches: Sequence[Batch], training, *, plugin, refer
         for rank, rows in enumerate(rows_of(batch, data_parallel_size)):
             loss = loss_of(model(**rows))
             wanted = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            found = torch.autograd.grad(loss / training.accumulation, [p for _, p in wanted])
+            found = torch.autograd.grad(loss / training.accumulation, [p for _, p in wanted], allow_unused=True)
             for (name, _), gradient in zip(wanted, found, strict=True):
-                held.setdefault(name, {})[rank] = held.get(name, {}).get(rank, 0) + gradient
+                if gradient is not None:
+                    held.setdefault(name, {})[rank] = held.get(name, {}).get(rank, 0) + gradient
             losses.append(loss.item())
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
+            if name in held:
                 parts = [(g / data_parallel_size).bfloat16() for g in held[name].values()]
                 parameter.grad = torch.stack(parts).sum(0).float() if data_parallel_size > 1 else held[name][0]
         return sum(losses) / len(losses)
@@ -127,16 +128,18 @@ def noise_scale(model_fn, batches, training: Training, *, ranks: int, decay: flo
     squares: list[float] = []
 
     def flat(gradients) -> torch.Tensor:
-        return torch.cat([gradient.flatten() for gradient in gradients]).double()
+        return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]).double()
 
     def gradients(model, batch):
         losses = []
         parameters = list(model.parameters())
         for rows in rows_of(batch, ranks):
             loss = loss_of(model(**rows))
-            found = torch.autograd.grad(loss, parameters)
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
             squares.append(flat(found).square().sum().item())
             for parameter, gradient in zip(parameters, found, strict=True):
+                if gradient is None:
+                    continue
                 part = gradient / ranks / training.accumulation
                 parameter.grad = part if parameter.grad is None else parameter.grad + part
             losses.append(loss.item())
