@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -49,9 +51,12 @@ class SequenceParallelPlugin(StrategyPlugin):
             while that of their input is reduced. Results are equal up to rounding, and memory and bytes sent are the
             same. ``accelerator.explain`` shows in which regions; the others are gathered first. Not available on XLA
             devices, whose compiler orders what is in a graph.
+        hooks_on_shards: whether hooks of your own on modules whose activations are sharded are called with this rank's
+            shard of the sequence. If not, a forward pass of a model that has such hooks raises an error.
     """
 
     overlap_gather: bool = False
+    hooks_on_shards: bool = False
 
     spec = PluginSpec(
         name="sequence_parallel",
@@ -91,6 +96,65 @@ class SequenceParallelPlugin(StrategyPlugin):
                 fix="use it together with TensorParallelPlugin(tensor_parallel_size=...)",
             )
         shard_sequence(tp_region.architecture, tp_region, model.parameters, overlap_gather=self.overlap_gather)
+        if not self.hooks_on_shards:
+            plugins = {type(plugin).__module__.partition(".")[0] for plugin in run.plan.plugins}
+            refuse_hooks(tp_region.architecture, frozenset(plugins))
+
+
+# ---- Hooks of the user -----------------------------------------------------------------------------------------------
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARIES = frozenset({"neuron_accel", "torch", "torch_xla", "transformers", "accelerate", "peft"})
+
+
+def refuse_hooks(architecture: Architecture, plugins: frozenset[str]) -> None:
+    """Makes calls of a model raise an error if a module whose activations are a shard of the sequence has a hook that
+    neither a library nor a plugin has registered: a loss of what it sees would be another one on every rank.
+
+    Args:
+        architecture: the model.
+        plugins: packages of the run's plugins.
+    """
+    libraries = _LIBRARIES | plugins
+    seen = list(_with_shards(architecture))
+
+    def refuse(_: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for name, module in seen:
+            for hook in (hook for hooks in _HOOKS for hook in getattr(module, hooks).values()):
+                if _package_of(hook) not in libraries:
+                    raise UsageError(
+                        f"A hook on {name!r} would be called with a shard of the sequence.",
+                        where=f"{getattr(hook, '__qualname__', type(hook).__name__)}, registered on {name!r}",
+                        why="SequenceParallelPlugin shards the activations between attention and feed-forward layers, "
+                        "so that the hook sees other positions on every rank",
+                        fix="read hidden states with output_hidden_states=True, which gives all positions; leave "
+                        "SequenceParallelPlugin out; or, for a hook that is to see this rank's positions, use "
+                        "SequenceParallelPlugin(hooks_on_shards=True)",
+                    )
+
+    architecture.blocks[0][1].register_forward_pre_hook(refuse, prepend=True)
+
+
+def _with_shards(architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
+    """Yields FQN and module of the modules whose input or output is a shard of the sequence."""
+    regions = [fqn for fqn, _ in architecture.regions]
+    for fqn, block in architecture.blocks:
+        for inner, module in block.named_modules():
+            name = join(fqn, inner) if inner else fqn
+            inside = any(name.startswith(region + ".") for region in regions)
+            if not inside or is_row_parallel(module):
+                yield name, module
+    if architecture.plan.final_norm:
+        yield architecture.last
+
+
+def _package_of(hook: Any) -> str:
+    """Returns the top-level package in which a hook is defined."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    module = getattr(getattr(hook, "__func__", hook), "__module__", None) or type(hook).__module__
+    return str(module).partition(".")[0]
 
 
 # ---- Sharding the activations of a model -----------------------------------------------------------------------------

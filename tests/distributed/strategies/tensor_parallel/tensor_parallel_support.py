@@ -60,7 +60,7 @@ def make_run(*, degree: int, sequence_parallel: bool = False, overlap_gather: bo
     backend = TorchBackend.connect("cpu")
     plugins = [ModelParallelismPlugin(tensor_parallel_size=degree, **options)]
     if sequence_parallel:
-        plugins.append(SequenceParallelPlugin(overlap_gather=overlap_gather))
+        plugins.append(SequenceParallelPlugin(overlap_gather=overlap_gather, hooks_on_shards=True))
     plan = make_plan(
         plugins,
         world_size=backend.world_size,
