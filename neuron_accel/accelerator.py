@@ -136,8 +136,9 @@ class NeuronAccelerator(Accelerator):
     ``device_placement``, ``mixed_precision``, ``gradient_accumulation_steps``, ``cpu``, ``dataloader_config``,
     ``rng_types``, ``log_with``, ``project_dir``, ``project_config``, ``gradient_accumulation_plugin``,
     ``step_scheduler_with_optimizer``, ``dynamo_backend`` and ``dynamo_plugin`` are those of ``accelerate.Accelerator``,
-    with its defaults. ``split_batches``, ``deepspeed_plugin``, ``deepspeed_plugins``, ``fsdp_plugin``,
-    ``torch_tp_plugin``, ``megatron_lm_plugin`` and ``parallelism_config`` raise an error that names the alternative.
+    with its defaults. ``split_batches`` sets that option of ``dataloader_config``. ``deepspeed_plugin``,
+    ``deepspeed_plugins``, ``fsdp_plugin``, ``torch_tp_plugin``, ``megatron_lm_plugin`` and ``parallelism_config`` raise
+    an error that names the alternative.
 
     Attributes:
         plan: the immutable plan that was made from the plugins; print it with ``print(accelerator.plan.explain())``.

@@ -188,13 +188,7 @@ def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Map
                 name,
                 where=f"environment variable {variable}: from `accelerate launch`, or the file of `accelerate config`",
             )
-    if given.pop("split_batches", False):
-        raise ConfigurationError(
-            "'split_batches' is no longer an argument.",
-            where=_WHERE,
-            why="Accelerate ignores it",
-            fix="pass dataloader_config=DataLoaderConfiguration(split_batches=True)",
-        )
+    splits = given.pop("split_batches", False)
     options = dict(configured.accelerate)
     if configured.dataloader:
         options["dataloader_config"] = DataLoaderConfiguration(**configured.dataloader)
@@ -212,6 +206,14 @@ def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Map
     from_environ = environ.get("ACCELERATE_MIXED_PRECISION") or None
     from_environ = _checked("mixed_precision", from_environ, "ACCELERATE_MIXED_PRECISION")
     options |= given
+    if splits:
+        warnings.warn(
+            "split_batches=True has the effect of dataloader_config=DataLoaderConfiguration(split_batches=True): the "
+            "batch size of a loader is that of all ranks together. Accelerate itself ignores the argument.",
+            stacklevel=4,
+        )
+        loader = options.get("dataloader_config") or DataLoaderConfiguration()
+        options["dataloader_config"] = dataclasses.replace(loader, split_batches=True)
     if "fp8" in (options.get("mixed_precision"), from_environ):
         raise ConfigurationError(
             "mixed_precision='fp8' is not possible here.",

@@ -68,7 +68,6 @@ def test_what_was_not_given_is_not_passed_on():
         ({"gradient_accumulation_steps": "2"}, "must be an integer, not '2'"),
         ({"gradient_accumulation_steps": 0}, "at least one micro-batch"),
         ({"cpu": "yes"}, "'cpu' must be true or false"),
-        ({"split_batches": True}, r"DataLoaderConfiguration\(split_batches=True\)"),
         ({"gradient_accumulation_steps": 1, "config": {"gradient_accumulation_steps": 2}}, "given twice"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin}, "use these plugins instead: FullyShardedPlugin"),
         ({"kwargs_handlers": InitProcessGroupKwargs()}, r"kwargs_handlers=\[InitProcessGroupKwargs"),
@@ -81,6 +80,17 @@ def test_what_was_not_given_is_not_passed_on():
 def test_slips_are_configuration_errors_that_say_what_to_write(arguments, expected):
     with pytest.raises(ConfigurationError, match=expected):
         NeuronAccelerator(**arguments)
+
+
+@pytest.mark.parametrize("loader", [None, DataLoaderConfiguration(even_batches=False)])
+def test_split_batches_is_that_of_the_loaders(loader):
+    given = {"split_batches": True, "dataloader_config": loader}
+    with pytest.warns(UserWarning, match=r"DataLoaderConfiguration\(split_batches=True\).*Accelerate.*ignores"):
+        options = merged_options(RunConfig(), given, {})
+    found = options["dataloader_config"]
+    assert (found.split_batches, found.even_batches) == (True, loader is None)
+    assert loader is None or not loader.split_batches
+    assert merged_options(RunConfig(), {"split_batches": False}, {}) == {}
 
 
 @pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
