@@ -752,8 +752,14 @@ class NeuronAccelerator(Accelerator):
         Returns:
             the same structure; a tensor of shape ``[n, ...]`` becomes ``[n * data_parallel_size, ...]``, a 0-dim tensor
             ``[data_parallel_size]``.
+
+        Raises:
+            UsageError: on every rank, if shapes differ, where loaders may end with uneven batches.
         """
         self.run.join.collective_only("`gather`")
+        sampler = getattr(self.gradient_state.active_dataloader, "batch_sampler", None)
+        if not getattr(sampler, "even_batches", self.even_batches) and self.data_parallel_size > 1:
+            values.check_shapes(tensor, self.run)
         return values.gather(tensor, self.run) if self._own_exchange else super().gather(tensor)
 
     @overload

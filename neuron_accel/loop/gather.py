@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import recursively_apply
+from torch.utils._pytree import tree_leaves
 
 from neuron_accel.errors import UsageError
 
@@ -33,6 +34,26 @@ def gather(values: Any, run: Run) -> Any:
         return run.backend.all_gather(value.unsqueeze(0) if value.ndim == 0 else value.contiguous(), group)
 
     return recursively_apply(one, values, error_on_other_type=True)
+
+
+def check_shapes(values: Any, run: Run) -> None:
+    """Checks that tensors have the same shapes on all data-parallel ranks. Collective.
+
+    Raises:
+        UsageError: on every rank, if they have not.
+    """
+    group = _data_group(run)
+    shapes = [tuple(leaf.shape) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    everyone = run.backend.all_gather_object(shapes, group)
+    for rank, theirs in zip(group.ranks, everyone, strict=True):
+        if theirs != everyone[0]:
+            raise UsageError(
+                f"Rank {rank} gathers tensors of other shapes than rank {group.ranks[0]}: {theirs} and {everyone[0]}.",
+                where="`gather` with even_batches=False",
+                why="the last batch of an epoch has fewer samples on some ranks; only equal shapes can be gathered",
+                fix="use accelerator.pad_across_processes(tensor) first, gather_for_metrics(values, "
+                "use_gather_object=True), or even_batches=True",
+            )
 
 
 def gather_objects(values: Any, run: Run) -> list[Any]:

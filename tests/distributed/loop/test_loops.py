@@ -558,3 +558,29 @@ def test_a_parameter_that_no_rank_used_has_no_gradient():
             {"a": None, "b": None, "c": 1.0},
             {"a": None, "b": 1.0, "c": None},
         ]
+
+
+def gather_uneven_batches():
+    from accelerate.utils import DataLoaderConfiguration
+
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.errors import UsageError
+
+    accelerator = NeuronAccelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    found = []
+    for batch in accelerator.prepare(DataLoader(list(range(11)), batch_size=2)):
+        try:
+            found.append(sorted(accelerator.gather(batch).tolist()))
+        except UsageError as error:
+            found.append(str(error))
+            found.append(sorted(accelerator.gather_for_metrics(batch.tolist(), use_gather_object=True)))
+    return found
+
+
+def test_gathering_uneven_batches_says_what_differs():
+    first, second = run_ranks(gather_uneven_batches, 2)
+    assert first == second
+    assert first[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert "Rank 1 gathers tensors of other shapes than rank 0: [(1,)] and [(2,)]." in first[2]
+    assert "even_batches=False" in first[2]
+    assert first[3] == [8, 9, 10]
