@@ -1,9 +1,10 @@
 """Accelerate's own test files, unmodified and whole, with the class swapped.
 
-Of the three files, one case runs several ranks: ``test_map_location`` of ``test_state_checkpointing.py`` launches the
-file itself, whose main part trains, saves, and loads with every ``map_location``. Upstream skips it on the CPU
-(``require_non_cpu``), so :func:`test_the_part_that_runs_on_several_ranks` runs that main part on two gloo ranks. Two
-cases with ``require_multi_device`` quantize with bitsandbytes over two GPUs of one process.
+That of the schedulers forks two ranks. One more case runs several: ``test_map_location`` of
+``test_state_checkpointing.py`` launches the file itself, whose main part trains, saves, and loads with every
+``map_location``. Upstream skips it on the CPU (``require_non_cpu``), so
+:func:`test_the_part_that_runs_on_several_ranks` runs that main part on two gloo ranks. Two cases with
+``require_multi_device`` quantize with bitsandbytes over two GPUs of one process.
 
 They are in Accelerate's source distribution only. ``nox -s tests`` downloads that of the version which is installed and
 says where in ``ACCELERATE_SDIST``; without it these tests are skipped.
@@ -53,7 +54,9 @@ def upstream(tmp_path_factory):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["test_accelerator.py", "test_optimizer.py", "test_state_checkpointing.py"])
+@pytest.mark.parametrize(
+    "name", ["test_accelerator.py", "test_optimizer.py", "test_scheduler.py", "test_state_checkpointing.py"]
+)
 def test_upstream_file(upstream, tmp_path, name):
     report = tmp_path / "report.xml"
     options = ["-p", "swap_in", "-p", "no:cacheprovider", "-p", "no:cov", "-q", "--rootdir", ".", "-c", os.devnull]
