@@ -250,20 +250,20 @@ class EagerShard(BucketShard):
 
     def sync_user_weights(self) -> None:
         """Copies assigned weights to the buffer, and makes the parameters views of it again. A master weight keeps its
-        precision unless the weight has changed."""
-        addresses = [parameter.data_ptr() for parameter in self.parameters]
-        if addresses == self._addresses:
-            return
+        precision unless the weight has changed, in whatever way: values are compared."""
         with torch.no_grad():
-            moved = [a != b for a, b in zip(addresses, self._addresses, strict=True)]
-            for index, view in enumerate(self._split(self._flat)):
-                if moved[index]:
-                    self._put_back(index, view)
-            for piece in self.pieces if self.has_masters else ():
-                if moved[piece.place.parameter]:
-                    part = piece.parameter.reshape(-1)[piece.place.start : piece.place.stop]
-                    new, master = part.view(piece.master.shape), piece.master
-                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+            addresses = [parameter.data_ptr() for parameter in self.parameters]
+            if addresses != self._addresses:
+                for index, view in enumerate(self._split(self._flat)):
+                    if addresses[index] != self._addresses[index]:
+                        self._put_back(index, view)
+            if self.has_masters:
+                self._take_into_masters(self.run.backend.chunk(self._flat, self.group))
+
+    def _take_into_masters(self, own: torch.Tensor) -> None:
+        """Sets the master weights to this rank's weights, ``[partition.chunk]``, where these differ from them."""
+        master = self._chunk
+        master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
 
     def _put_back(self, index: int, view: torch.Tensor) -> None:
         parameter = self.parameters[index]

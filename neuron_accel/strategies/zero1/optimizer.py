@@ -632,6 +632,11 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
         for shard in self.shards:
             shard.sync_user_weights()
 
+    def take_user_weights(self) -> None:
+        """Takes weights that the loop has assigned or written to."""
+        self.settle()
+        self._sync_user_weights()
+
     def gather_weights(self) -> None:
         """Gathers the updated weights on every rank; with ``overlap_gather``, starts to."""
         self.take_over()

@@ -216,12 +216,9 @@ class Zero1Plugin(StrategyPlugin):
             buffers.after_step()
 
     def before_save(self, run: Run) -> None:
-        """Waits for weights that are being gathered."""
-        self._settle(run)
-
-    def _settle(self, run: Run) -> None:
+        """Waits for weights that are being gathered, and takes those that the loop has written."""
         for optimizer in self._optimizers(run):
-            optimizer.settle()
+            optimizer.take_user_weights()
 
     def clip_grad_norm(
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run

@@ -108,7 +108,7 @@ class BucketShard(ReducedGradients):
         """Starts to gather the updated weights; returns a function that completes it."""
 
     def sync_user_weights(self) -> None:
-        """Applies weights that the user has assigned with ``parameter.data = ...``."""
+        """Applies weights that the user has assigned or written to, in whatever way."""
 
     @abstractmethod
     def reload(self) -> None:

@@ -1,0 +1,129 @@
+"""Whatever way a loop writes to weights, training goes on from what it has written, as in one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from neuron_accel.testing import run_ranks
+from tests.distributed.strategies.test_gradient_edits import batches, full_weights
+
+no_grad = torch.no_grad()
+
+
+def load(layer, tensor):
+    layer.load_state_dict({"weight": tensor, "bias": layer.bias.detach()})
+
+
+WRITES = {
+    "nothing": lambda layer: None,
+    "load_state_dict": lambda layer: load(layer, torch.full_like(layer.weight, 0.25)),
+    "init": lambda layer: nn.init.constant_(layer.weight, 0.25),
+    "zero": no_grad(lambda layer: layer.weight.zero_()),
+    "rows": no_grad(lambda layer: layer.weight.__setitem__(slice(2), 0)),
+    "data": lambda layer: layer.weight.data.zero_(),
+    "data of rows": lambda layer: layer.weight.data[:2].fill_(0.5),
+    "clamped": lambda layer: layer.weight.data.clamp_(-0.1, 0.1),
+    "detached": lambda layer: layer.weight.detach().mul_(0.5),
+    "view": no_grad(lambda layer: layer.weight.view(-1)[:3].zero_()),
+    "copied": lambda layer: layer.weight.data.copy_(layer.weight.data * 0.5),
+    "foreach": lambda layer: torch._foreach_mul_([layer.weight.data], 0.5),
+    "lerp": no_grad(lambda layer: layer.weight.lerp_(torch.ones_like(layer.weight), 0.5)),
+    "out": no_grad(lambda layer: torch.mul(layer.weight, 0.5, out=layer.weight)),
+    "assigned": lambda layer: setattr(layer.weight, "data", layer.weight.data * 0.5),
+}
+COMPOSITIONS = {
+    "zero1": ["zero1"],
+    "zero1, parameters": [{"zero1": {"partition": "parameters"}}],
+    "zero1, overlap_gather": [{"zero1": {"overlap_gather": True}}],
+    "data parallel": [],
+}
+
+
+class Layers(nn.Module):
+    """A layer for each way to write."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 5) for _ in WRITES)
+
+    def forward(self, x):
+        return sum(layer(x).square().float().mean() for layer in self.layers)
+
+
+def written(plugins, dtype, lr):
+    """The weights after a step, a write, a checkpoint, and another step."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    model = Layers().to(dtype)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
+    for x in batches(accelerator, 2):
+        accelerator.backward(model(x.to(dtype)))
+        optimizer.step()
+        optimizer.zero_grad()
+        for write, layer in zip(WRITES.values(), model.layers, strict=True):
+            write(layer)
+    accelerator.backward(model(x.to(dtype)))
+    optimizer.step()
+    return dict(zip(WRITES, full_weights(accelerator, model)[::2], strict=True))
+
+
+@functools.cache
+def in_one_process(dtype, lr):
+    return run_ranks(written, 1, [], dtype, lr)[0]
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_every_way_to_write_a_weight_counts(name):
+    for dtype, lr, tolerance in [(torch.float32, 0.1, 1e-6), (torch.bfloat16, 1e-2, 1e-2)]:
+        for found in run_ranks(written, 2, COMPOSITIONS[name], dtype, lr):
+            torch.testing.assert_close(found, in_one_process(dtype, lr), rtol=tolerance, atol=tolerance)
+
+
+def kept_precision(plugins):
+    """How far a weight gets by updates too small for bf16, while another one is written to."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in range(8):
+        accelerator.backward(model(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.weight.data[0] = 0.5
+    return model.weight.detach().clone(), optimizer.optimizer.state_dict()["master_weights"]
+
+
+def test_weights_that_were_not_written_keep_their_masters():
+    for rank, (weight, (masters,)) in enumerate(run_ranks(kept_precision, 2, ["zero1"])):
+        assert (weight[0] == 0.5).all()
+        assert (weight[1:] < 1).all()
+        expected = torch.full((8,), 1 - 8e-3)
+        if rank == 0:
+            expected[:4] = 0.5
+        torch.testing.assert_close(masters, expected, rtol=1e-5, atol=1e-6)
+
+
+def saved_after_a_write(folder):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": ["zero1"]})
+    model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    model.weight.data.fill_(0.5)
+    accelerator.save_state(folder)
+    model.weight.data.fill_(2.0)
+    optimizer.optimizer.take_user_weights()
+    accelerator.load_state(folder)
+    return optimizer.optimizer.state_dict()["master_weights"][0].unique().tolist(), model.weight[0, 0].item()
+
+
+def test_a_checkpoint_has_the_masters_of_written_weights(tmp_path):
+    assert run_ranks(saved_after_a_write, 2, str(tmp_path / "saved")) == [([0.5], 0.5)] * 2
