@@ -57,6 +57,7 @@ from neuron_accel.loop.arguments import (  # noqa: E402
     with_ddp_options,
 )
 from neuron_accel.loop.deferred_values import call_after_step, numbers, progress_bar  # noqa: E402
+from neuron_accel.loop.full_weights import full_weights  # noqa: E402
 from neuron_accel.loop.gather import split_for_rank  # noqa: E402
 from neuron_accel.loop.host_barrier import wait_on_host  # noqa: E402
 from neuron_accel.loop.interruption import SIGNALS, Interruption  # noqa: E402
@@ -991,6 +992,26 @@ class NeuronAccelerator(Accelerator):
             return super().get_state_dict(model, unwrap)
         state = full_state_dict(record, self.run)
         return without_ties(state) if self._each_tensor_once else state
+
+    @contextmanager
+    def full_weights(self, model: nn.Module) -> Iterator[None]:
+        """Context in which the parameters of ``model`` have their values, which may be read and written in place, on
+        every rank: for an average of the weights, clipping, loading. Collective.
+
+        Fully sharded parameters are gathered: all of them are in memory at once. What the loop writes must be the same
+        on every data-parallel rank. Under tensor parallelism a parameter is this rank's shard, in a pipeline it is one
+        of this rank's stage. The model may be called, but not stepped. Other strategies keep weights where they can be
+        written at any time, and the context changes nothing.
+
+        Args:
+            model: a prepared model, or a module inside it.
+
+        Raises:
+            UsageError: if it is not prepared, or a plugin keeps weights that cannot be written, as fully sharded
+                parameters on XLA ranks.
+        """
+        with self.run.calling("full_weights"), full_weights(model, self.run):
+            yield
 
     @collective
     def get_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -39,6 +39,8 @@ class WeightShard:
         gather: returns the values of the full range, in the parameter's local shape, to be read until another parameter
             is gathered. Collective over ``axes``.
         changed: drops what was gathered; called by what writes ``tensor``, and after parameters were read.
+        hold: with True, gives the parameter its values, which may be read and written; with False, takes them. None if
+            the strategy cannot. Collective over ``axes``.
     """
 
     read: Callable[[], torch.Tensor]
@@ -47,6 +49,7 @@ class WeightShard:
     axes: tuple[str, ...]
     gather: Callable[[], torch.Tensor]
     changed: Callable[[], None]
+    hold: Callable[[bool], None] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: elements {self.start} to {self.stop}, others along {self.axes}>"

@@ -32,6 +32,7 @@ class GatheredShard(EagerShard):
 
     Attributes:
         is_gathered: whether the parameters have their values.
+        is_held: whether they keep them, and may be written to, until :meth:`hold` is called again.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class GatheredShard(EagerShard):
     ) -> None:
         self._read, self._near = read, near
         self._near_part: torch.Tensor | None = None  # what this rank keeps of the values since they were resharded
+        self.is_held = False
         self._given = own
         super().__init__(**common)
         self._given = None
@@ -89,6 +91,7 @@ class GatheredShard(EagerShard):
                 axes=self.bucket.reduction_axes,
                 gather=partial(self._full_weight, index),
                 changed=self.release,
+                hold=self.hold,
             )
 
     @property
@@ -135,7 +138,9 @@ class GatheredShard(EagerShard):
         self._near_part = part
 
     def release(self) -> None:
-        """Frees the gathered values."""
+        """Frees the gathered values, unless they are held."""
+        if self.is_held:
+            return
         self._near_part = None
         if not self.is_sharded:
             return
@@ -151,6 +156,17 @@ class GatheredShard(EagerShard):
             parameter.data = empty
         self._versions = [parameter._version for parameter in self.parameters]
         self._storage.resize_(0)
+
+    def hold(self, held: bool) -> None:
+        """Gathers the values, to be read and written, and keeps them; or takes what was written, and frees them.
+        Collective."""
+        if held:
+            self.gather()
+        elif self.is_held:
+            self.sync_user_weights()
+        self.is_held = held
+        if not held:
+            self.release()
 
     def dissolve(self) -> None:
         """Gives the parameters their values in full, in memory of their own; this shard is not used any more.
@@ -196,6 +212,15 @@ class GatheredShard(EagerShard):
         return torch.empty(self.partition.chunk, dtype=self.optimizer_dtype, device=self._device)
 
     # ---- what the optimizer does -------------------------------------------------------------------------------------
+    def before_update(self) -> None:
+        if self.is_held:
+            raise UsageError(
+                "The optimizer cannot step while the loop writes to the full weights.",
+                where="`accelerator.full_weights`",
+                why="the weights that it holds would be those before the step",
+                fix="leave the context before `optimizer.step()`",
+            )
+
     def send_weights(self) -> Callable[[], None]:
         """Nothing travels before the next forward pass."""
         if self.has_masters:
@@ -212,10 +237,15 @@ class GatheredShard(EagerShard):
     def sync_user_weights(self) -> None:
         """Takes values that a loop has assigned, ``parameter.data = ...``, or written into a parameter, into the
         shard."""
+        if not self.is_sharded:
+            super().sync_user_weights()
+            return
         present = self._views if self.is_gathered else self._empty
         written = self._find_written()
         for index, (parameter, expected) in enumerate(zip(self.parameters, present, strict=True)):
             if parameter.data_ptr() != expected.data_ptr():
+                if not self.is_gathered:
+                    self._check_has_values(index, parameter)
                 self._take(index, parameter.detach())
                 if self.is_gathered:
                     expected.copy_(parameter.detach())
@@ -224,6 +254,22 @@ class GatheredShard(EagerShard):
                 self._take(index, parameter.detach().clone())
                 if not self.is_gathered:
                     self._filled_with[index] = float("nan")
+        if self.is_held:  # a write through `.data` does not count, so all values are taken
+            with torch.no_grad():
+                self._own.copy_(self.run.backend.chunk(self._flat, self.group))
+                if self.has_masters:
+                    self._take_into_masters(self._own)
+
+    def _check_has_values(self, index: int, parameter: torch.Tensor) -> None:
+        """Raises UsageError if a tensor was assigned that was computed from a parameter without values."""
+        if parameter.detach().isnan().any():
+            raise UsageError(
+                f"NaN was assigned to the weight {self.bucket.records[index].fqn!r}.",
+                where=f"plugin {self._plugin!r}",
+                why="each rank keeps some elements of every parameter, and its values are NaN outside of the forward "
+                "and backward pass: so is what is computed from them",
+                fix="read and write weights inside `with accelerator.full_weights(model):`",
+            )
 
     def _find_written(self) -> list[int]:
         """The parameters that were written to in place; while they have no values, only a fill can."""

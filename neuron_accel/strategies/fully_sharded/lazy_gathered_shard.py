@@ -40,8 +40,11 @@ class LazyGatheredShard(LazyShard):
     Attributes:
         is_gathered: whether the parameters have their values.
         values: these values, one for each parameter, while they are gathered.
+        is_held: False, see :class:`~neuron_accel.strategies.fully_sharded.gathered_shard.GatheredShard`.
         near_part: what this rank keeps of them since they were resharded, ``[partition.numel / near.size]``.
     """
+
+    is_held = False
 
     def __init__(
         self,

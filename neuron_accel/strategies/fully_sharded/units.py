@@ -343,12 +343,19 @@ class Units:
 
     # ---- what would see NaN ------------------------------------------------------------------------------------------
     def _refuse_state_dict(self, unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and any(shard.is_sharded for shard, _ in unit.shards):
-            self._refuse("state_dict()", "use `accelerator.get_state_dict(model)`, `save_model` or `save_state`")
+        if not keep_vars and any(shard.is_sharded and not shard.is_held for shard, _ in unit.shards):
+            self._refuse(
+                "state_dict()",
+                "use `accelerator.get_state_dict(model)`, `save_model` or `save_state`, or call it inside `with "
+                "accelerator.full_weights(model):`",
+            )
 
     def _refuse_load(self, unit: Unit, *_: Any) -> None:
-        if any(shard.is_sharded for shard, _ in unit.shards):
-            self._refuse("load_state_dict()", "load weights before `prepare`, or use `accelerator.load_state`")
+        if any(shard.is_sharded and not shard.is_held for shard, _ in unit.shards):
+            self._refuse(
+                "load_state_dict()",
+                "call it inside `with accelerator.full_weights(model):`, or use `accelerator.load_state`",
+            )
 
     def _refuse(self, what: str, fix: str) -> NoReturn:
         raise UsageError(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.strategies.test_gradient_edits import batches, full_weights
 
 no_grad = torch.no_grad()
@@ -127,3 +127,84 @@ def saved_after_a_write(folder):
 
 def test_a_checkpoint_has_the_masters_of_written_weights(tmp_path):
     assert run_ranks(saved_after_a_write, 2, str(tmp_path / "saved")) == [([0.5], 0.5)] * 2
+
+
+# ---- full weights ----------------------------------------------------------------------------------------------------
+def averaged(plugins, dtype):
+    """Keeps an average of the weights, evaluates with it, trains on; writes to weights in every way."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    model = Layers().to(dtype)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
+    with accelerator.full_weights(model):
+        average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = []
+    for x in batches(accelerator, 3):
+        accelerator.backward(model(x.to(dtype)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with accelerator.full_weights(model):
+            for name, p in model.named_parameters():
+                average[name].lerp_(p.detach(), 0.5)
+            trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+            model.load_state_dict(average)
+            with torch.no_grad():
+                losses.append(accelerator.reduce(model(x.to(dtype)), "mean"))
+            model.load_state_dict(trained)
+    with accelerator.full_weights(model):
+        for write, layer in zip(WRITES.values(), model.layers, strict=True):
+            write(layer)
+    with accelerator.full_weights(model.layers[1]):
+        model.layers[1].bias.data.add_(1)
+    accelerator.backward(model(x.to(dtype)))
+    optimizer.step()
+    return losses, average, full_weights(accelerator, model)
+
+
+FULL = {
+    "zero1": ["zero1"],
+    "stage 3": [{"fully_sharded": {"modules": "layers.*"}}],
+    "stage 2": [{"fully_sharded": {"modules": "layers.*", "reshard_after_forward": False}}],
+    "kept": [{"fully_sharded": {"modules": "layers.*", "persistence_threshold": 10}}],
+}
+
+
+@functools.cache
+def averaged_in_one_process(dtype):
+    return run_ranks(averaged, 1, [], dtype)[0]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full_weights_are_read_and_written(name):
+    for dtype, tolerance in [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)]:
+        for found in run_ranks(averaged, 2, FULL[name], dtype):
+            torch.testing.assert_close(found, averaged_in_one_process(dtype), rtol=tolerance, atol=tolerance)
+
+
+def misused(kind):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": [{"fully_sharded": {"modules": "layers.*"}}]})
+    model = Layers()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    if kind == "other model":
+        with accelerator.full_weights(Layers()):
+            pass
+    elif kind == "assigned":
+        model.layers[0].weight.data = model.layers[0].weight.data * 0.5
+        model(torch.ones(2, 6))
+    elif kind == "step":
+        accelerator.backward(model(torch.ones(2, 6)))
+        with accelerator.full_weights(model):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("other model", "not a prepared model"), ("assigned", "NaN was assigned"), ("step", "leave the context before")],
+)
+def test_wrong_uses_of_full_weights_raise(kind, words):
+    with pytest.raises(RanksError, match=words) as caught:
+        run_ranks(misused, 2, kind)
+    assert len(caught.value.errors) == 2
