@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -35,25 +34,29 @@ from neuron_accel.errors import UsageError
 _OPS = ("sum", "max", "min")
 
 
-@cache
 def _autocast_attention() -> Library:
     """Lets autocast on XLA devices convert what attention receives, as it does on CPUs and GPUs: torch_xla's list of
     operations lacks it. Without this, queries and keys that were multiplied by positions in float32 meet values in
-    bfloat16, which raises an error. Returns what torch needs kept for as long as this should hold."""
+    bfloat16, which raises an error. Returns what has to be kept for as long as this should hold."""
 
     def attention(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any, **kw: Any
-    ) -> Tensor:
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *rest: Any, **named: Any
+    ) -> Any:
+        def converted(x: Any) -> Any:
+            return x.to(dtype) if x is not None and x.is_floating_point() else x
+
         dtype = torch.get_autocast_dtype("xla")
         with torch.autocast("xla", enabled=False):
-            if mask is not None and mask.is_floating_point():
-                mask = mask.to(dtype)
-            tensors = (x.to(dtype) if x.is_floating_point() else x for x in (query, key, value))
-            return torch.nn.functional.scaled_dot_product_attention(*tensors, mask, *args, **kw)
+            return torch.nn.functional.scaled_dot_product_attention(
+                converted(query), converted(key), converted(value), converted(mask), *rest, **named
+            )
 
     library = Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attention, "AutocastXLA")
     return library
+
+
+_AUTOCAST = _autocast_attention()  # once in a process, whose threads may be ranks
 
 
 class XlaBackend(Backend):
@@ -70,7 +73,6 @@ class XlaBackend(Backend):
         import torch_xla.runtime as xr
 
         super().__init__()
-        _autocast_attention()
         self._channel = channel
         self._device = torch_xla.device()
         self._rank, self._world_size = xr.global_ordinal(), xr.world_size()

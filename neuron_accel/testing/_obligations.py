@@ -87,7 +87,7 @@ class _ShardsExperts(StrategyPlugin):
         name="kit_shards_experts", phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
     )
 
-    def axes(self) -> Sequence[AxisSpec]:
+    def axes(self) -> tuple[AxisSpec, ...]:
         return (AxisSpec(name=AXIS, degree=2, kind=AxisKind.DATA),)
 
     def transform_model(self, model: Any, run: Any) -> None:
@@ -107,7 +107,7 @@ class _HoldsTwice(StrategyPlugin):
         name="kit_holds_twice", phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
     )
 
-    def axes(self) -> Sequence[AxisSpec]:
+    def axes(self) -> tuple[AxisSpec, ...]:
         return (AxisSpec(name=AXIS, degree=2, kind=AxisKind.MODEL),)
 
     def transform_model(self, model: Any, run: Any) -> None:
@@ -315,9 +315,9 @@ def reduce_dtype(make: Make) -> list[str]:
         return []
     unrounded, wrong = 0.0, []
     for name, parameter in trial.plain.named_parameters():
-        found, expected = before[name] - weights[name].cpu(), before[name] - parameter.detach()
-        unrounded = max(unrounded, (found - found.bfloat16().float()).abs().max().item())
-        if not torch.allclose(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item()):
+        update, expected = before[name] - weights[name].cpu(), before[name] - parameter.detach()
+        unrounded = max(unrounded, (update - update.bfloat16().float()).abs().max().item())
+        if not torch.allclose(update, expected, rtol=0.02, atol=0.02 * expected.abs().max().item()):
             wrong.append(name)
     found = [f"wrong gradients: {', '.join(wrong)}"] if wrong else []
     return found + ([f"gradients are off bfloat16 values by {unrounded:.2g}"] if unrounded > 1e-5 else [])
