@@ -10,7 +10,7 @@ then also finds a difference in a pass before it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +57,10 @@ class SharedInputs:
         if not self.compares:
             return []
         self._run.group(*self._run.mesh.model_axes)  # the first request creates it
-        return [module.register_forward_pre_hook(BeforeForward(self), prepend=True, with_kwargs=True)]
+        compare = torch.compiler.disable(
+            self.before_forward, reason="inputs are compared before a compiled forward pass"
+        )
+        return [module.register_forward_pre_hook(BeforeForward(compare), prepend=True, with_kwargs=True)]
 
     def add(self, checksum: int) -> None:
         """Adds the checksum of a batch."""
@@ -126,16 +129,15 @@ class BeforeForward:
     """The hook of a model, which a copy of the model does not have in effect.
 
     Args:
-        inputs: of the run; None in a copy.
+        compare: receives the arguments of a forward pass; None in a copy.
     """
 
-    def __init__(self, inputs: SharedInputs | None = None) -> None:
-        self._inputs = inputs
+    def __init__(self, compare: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None) -> None:
+        self._compare = compare
 
-    @torch.compiler.disable(reason="inputs are compared before a compiled forward pass")
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._inputs is not None:
-            self._inputs.before_forward(args, kwargs)
+        if self._compare is not None:
+            self._compare(args, kwargs)
 
     def __reduce__(self) -> tuple[type[BeforeForward], tuple[()]]:
         return BeforeForward, ()
