@@ -69,7 +69,7 @@ def test_lines_of_this_package_are_recorded_wherever_it_is_installed(file, expec
 
 def test_every_function_of_the_list_exists():
     functions: dict[str, set[str]] = {}
-    for line in LIST.read_text().split():
+    for line in LIST.read_text().splitlines():
         path, _, name = line.partition("[")[0].partition("::")
         if path not in functions:
             tree = ast.parse(Path(ROOT, path).read_text())
