@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from neuron_accel.trainer import NeuronTrainer as NeuronTrainer
     from neuron_accel.trainer import NeuronTrainerMixin as NeuronTrainerMixin
     from neuron_accel.trainer import NeuronTrainingArguments as NeuronTrainingArguments
+    from neuron_accel.trainer.optimum import NeuronModelForCausalLM as NeuronModelForCausalLM
+    from neuron_accel.trainer.sft import NeuronSFTConfig as NeuronSFTConfig
+    from neuron_accel.trainer.sft import NeuronSFTTrainer as NeuronSFTTrainer
 
 _WHERE = {
     "NeuronAccelerator": "neuron_accel.accelerator",
@@ -64,6 +67,7 @@ _WHERE = {
     "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel.plugin",
     "TensorParallelPlugin": "neuron_accel.strategies.tensor_parallel.plugin",
     "Zero1Plugin": "neuron_accel.strategies.zero1",
+    "NeuronModelForCausalLM": "neuron_accel.trainer.optimum",
     "NeuronSeq2SeqTrainer": "neuron_accel.trainer",
     "NeuronSeq2SeqTrainingArguments": "neuron_accel.trainer",
     "NeuronTrainer": "neuron_accel.trainer",
@@ -71,16 +75,20 @@ _WHERE = {
     "NeuronTrainingArguments": "neuron_accel.trainer",
 }
 
+_WITH_TRL = {"NeuronSFTConfig": "neuron_accel.trainer.sft", "NeuronSFTTrainer": "neuron_accel.trainer.sft"}
+"""Names that need another package, which ``from neuron_accel import *`` does not."""
+
 __version__ = "0.1.0"
 
 __all__ = list(_WHERE)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[name]), name)
+    where = _WHERE.get(name) or _WITH_TRL.get(name)
+    if where is not None:
+        return getattr(importlib.import_module(where), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+    return sorted({*globals(), *_WHERE, *_WITH_TRL})

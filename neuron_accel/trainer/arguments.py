@@ -26,6 +26,7 @@ from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
 from neuron_accel.errors import ConfigurationError, PlanError  # noqa: E402
 from neuron_accel.loop.host_barrier import wait_on_host  # noqa: E402
 from neuron_accel.storage import is_url  # noqa: E402
+from neuron_accel.trainer.optimum import OptimumArguments  # noqa: E402
 
 if TYPE_CHECKING:
     from neuron_accel.engine.plan.mesh import Mesh
@@ -44,7 +45,7 @@ _BYPASSES = {
 
 
 @dataclass
-class StrategyArguments:
+class StrategyArguments(OptimumArguments):
     """Arguments that select strategies; a mixin that has to come before a class of transformers' training arguments::
 
         @dataclass
@@ -58,7 +59,6 @@ class StrategyArguments:
         PlanError: if the strategies cannot run together.
     """
 
-    zero_1: bool = field(default=False, metadata={"help": "Shard the optimizer over data-parallel ranks (ZeRO-1)."})
     fully_sharded: bool = field(
         default=False,
         metadata={"help": "Shard parameters, gradients and the optimizer over data-parallel ranks (ZeRO-3)."},
@@ -99,16 +99,21 @@ class StrategyArguments:
     )
 
     def __post_init__(self) -> None:
+        self._settle_defaults()
         self._check_values()
         theirs: Any = self  # the type of the class that follows this mixin
         self.decision = settle(os.environ, cpu=bool(theirs.use_cpu))
         if self.decision.device in ("cpu", "meta"):
             theirs.use_cpu = True
+        else:
+            self._settle_rounding()
         has_fused = self.decision.device not in ("xla", "meta")
         if not has_fused and self.optim == OptimizerNames.ADAMW_TORCH_FUSED:  # type: ignore[has-type]
             self.optim = OptimizerNames.ADAMW_TORCH  # the same updates
         super().__post_init__()  # type: ignore[misc]
+        self._check_optimum()
         self.make_plan()
+        self._warn_of_optimum(is_first=theirs.process_index == 0)
 
     @property
     def device(self) -> torch.device:
@@ -191,9 +196,10 @@ class StrategyArguments:
         if self.tensor_parallel_size > 1 and not self.disable_sequence_parallel:
             wanted.append(SequenceParallelPlugin())
         if self.zero_1:
-            wanted.append(Zero1Plugin())
+            wanted.append(Zero1Plugin(**self._zero_options()))
         if self.fully_sharded:
-            wanted.append(FullyShardedPlugin())
+            wanted.append(FullyShardedPlugin(**self._zero_options()))
+        wanted += self._reports()
         for plugin in self.plugins or ():
             wanted += [plugin] if isinstance(plugin, StrategyPlugin) else load_config({"plugins": [plugin]}).plugins
         if self.neuron_config is not None:
@@ -204,7 +210,8 @@ class StrategyArguments:
     def microbatches(self) -> int:
         """Number of micro-batches into which a pipeline splits the batch of a rank."""
         given = self.pipeline_parallel_num_microbatches
-        return self.per_device_train_batch_size if given == -1 else given  # type: ignore[attr-defined]
+        size: Any = self.per_device_train_batch_size  # a number, since `__post_init__`
+        return size if given == -1 else given
 
     def make_plan(self) -> Plan:
         """Makes the plan of the strategies, and connects to the other ranks.
@@ -267,7 +274,7 @@ class StrategyArguments:
                 )
 
     def _check_with_a_pipeline(self) -> None:
-        size = self.per_device_train_batch_size  # type: ignore[attr-defined]
+        size: Any = self.per_device_train_batch_size
         if self.pipeline_parallel_size > 1 and size % self.microbatches:
             raise PlanError(
                 f"A batch of {size} samples cannot be split into {self.microbatches} micro-batches.",

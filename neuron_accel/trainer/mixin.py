@@ -24,6 +24,7 @@ from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.trainer.arguments import NeuronSeq2SeqTrainingArguments, NeuronTrainingArguments, StrategyArguments
 from neuron_accel.trainer.checkpoints import Checkpointing
 from neuron_accel.trainer.graphs import OneGraph
+from neuron_accel.trainer.optimum import cast_weights
 from neuron_accel.trainer.pipelined import loss_inside, padded_batch
 from neuron_accel.trainer.search import Searching
 
@@ -115,6 +116,8 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         options = self._build_accelerator_args(  # type: ignore[attr-defined]
             dataloader_config=loader, gradient_accumulation_plugin=self._accumulation(settings)
         )
+        if args.bf16_weights:
+            options["mixed_precision"] = "no"
         self.accelerator = TrainersAccelerator(
             plugins=args.strategies(),
             backend=args.decision.backend,
@@ -156,6 +159,8 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         """Prepares the model for training, also before an evaluation, since it can be sharded only once; returns it."""
         if self.accelerator.run.prepared(self.model) is None:
             self._check_heads(self.model)
+            if self.args.bf16_weights:
+                cast_weights(self.accelerator.unwrap_model(self.model), self.accelerator.run.backend.has_values)
             if self._pipelined:
                 loss_inside(self.accelerator.unwrap_model(self.model), self.compute_loss_func, self.label_smoother)
         self.model_wrapped = self.accelerator.prepare_once(self.model)
