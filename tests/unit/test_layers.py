@@ -42,6 +42,7 @@ MAY_IMPORT = {
         "lazy",
         "data",
         "checkpoint",
+        "neuron",
         "engine",
         "backends",
         "storage",
