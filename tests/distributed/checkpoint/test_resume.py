@@ -396,7 +396,7 @@ def _hooks(folder: str) -> None:
     accelerator.load_state(folder)
     assert calls == [(1, 1, folder), (1, folder)]
     loading.remove()
-    with pytest.raises(CheckpointError, match="The checkpoint has no 'transformer"):
+    with pytest.raises(CheckpointError, match="The checkpoint has 0 models, this training 1"):
         accelerator.load_state(folder)
     saving.remove()
     accelerator.save_state(folder)

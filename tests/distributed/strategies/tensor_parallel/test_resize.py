@@ -64,6 +64,7 @@ def _sharded(family: str, tokens: int, mean: bool, after: bool, plugins: list[An
     if after:
         before = accelerator.get_state_dict(model)
         embedding = _resize(model, tokens, mean, accelerator.state.process_index)
+        torch.manual_seed(12)  # what ranks draw from then on has to be the same
         assert embedding is model.get_input_embeddings()
         assert model.config.vocab_size == tokens
         weights = accelerator.get_state_dict(model)
