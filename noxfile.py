@@ -42,7 +42,6 @@ PARALLEL = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
 """One process a core. Tests with ranks wait more than they compute; a process and its ranks take about 2 GB."""
 
 ON_TORCH_2_9 = [
-    "tests/unit",
     "tests/distributed/backends/test_collectives.py",
     "tests/distributed/backends/test_collectives_autograd.py",
     "tests/distributed/cli/test_restarts.py",
@@ -66,7 +65,7 @@ ON_TORCH_2_9 = [
     "plugins/neuron-accel-lora/tests/test_lora_conformance.py::TestLora::test_trains_like_one_process[alone-xla]",
     "plugins/neuron-accel-lora/tests/test_lora_parity.py::test_weights_under_adapters_are_sharded_on_xla_ranks[fully-sharded-xla]",
 ]
-"""What tells whether the older line of torch works, with torch_xla; the newer one runs everything else."""
+"""What tells, beside the unit tests, whether the older line of torch works; the newer one runs everything else."""
 
 
 @nox.session
@@ -89,13 +88,16 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def xla(session: nox.Session) -> None:
     """The first tier on torch 2.9 with torch_xla (the line of Trn1): real XLA ranks, an emulated Neuron device where
-    there is a C compiler, and that the CPU stays the default there; nox -s xla -- --tier full: both tiers."""
+    there is a C compiler, and that the CPU stays the default there; nox -s xla -- --tier full: both tiers, and the unit
+    tests."""
     install(session, ".[emulation,test]", *PACKAGE_FOLDERS)
     tier = tier_of(session)
     if tier is None:
         session.run(*PYTEST, *session.posargs)
         return
     session.run("python", "-c", "import torch, torch_xla; print(torch.__version__, torch_xla.__version__)")
+    if tier != "first":
+        session.run(*PYTEST, *PARALLEL, "tests/unit")
     run_tier(session, tier, *ON_TORCH_2_9)
     check_what_ran(session, tier, "xla", "neuron")
 
@@ -124,7 +126,7 @@ def tiers(session: nox.Session) -> None:
     folders = []
     for name, requirement, paths in (
         ("native", [NATIVE_TORCH, ".[test]"], ["tests", *PACKAGE_TESTS]),
-        ("xla", [".[emulation,test]"], ON_TORCH_2_9),
+        ("xla", [".[emulation,test]"], ["tests/unit", *ON_TORCH_2_9]),
     ):
         install(session, *requirement, *PACKAGE_FOLDERS)
         show = "import sysconfig; print(sysconfig.get_path('purelib'))"
