@@ -58,10 +58,10 @@ def train(
 # ---- per-block learning rates ----------------------------------------------------------------------------------------
 def llama_groups(model, lr: float, decay: float) -> list[dict]:
     """Groups of a Llama of two layers, written by hand."""
-    depths = {"model.embed_tokens": 3, "model.layers.0": 2, "model.layers.1": 1, "model.norm": 0, "lm_head": 0}
+    depths = {"model.embed_tokens": 3, "model.layers.0": 2, "model.layers.1": 1}  # others: 0
     groups: list[dict] = [{"params": [], "lr": lr * decay**depth} for depth in range(4)]
     for name, parameter in model.named_parameters():
-        depth = next(depth for prefix, depth in depths.items() if name.startswith(prefix))
+        depth = next((depth for prefix, depth in depths.items() if name.startswith(prefix)), 0)
         groups[depth]["params"].append(parameter)
     return groups
 

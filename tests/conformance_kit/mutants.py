@@ -198,6 +198,8 @@ class PairsNeighbours(StrategyPlugin):
             pairs = run.state(self)["pairs"] = run.backend.new_group([[r, r + 1] for r in ranks[::2]], "pairs")
         for record in run.models[0].parameters:
             gradient = record.current.grad
+            if gradient is None:
+                continue
             gradient.copy_(run.backend.all_reduce(gradient.clone(), pairs) / 2)
 
 
@@ -276,7 +278,8 @@ class ForgetsItsCount(StrategyPlugin):
         state = run.state(self)
         state["steps"] = state.get("steps", 0) + 1
         for record in run.models[0].parameters:
-            record.current.grad.div_(state["steps"])
+            if record.current.grad is not None:
+                record.current.grad.div_(state["steps"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -288,7 +288,14 @@ class _Copies:
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], of: Sequence[dict[str, Any]]
     ) -> None:
         self._optimizer, self._everyone = optimizer, each_optimizer(optimizer)
-        self._new = {id(old): new for old, new in zip(of, groups, strict=True)}
+        if len(of) != len(groups) and len(self._everyone) > 1:
+            raise UsageError(
+                f"{type(optimizer).__name__} holds another optimizer, so its groups cannot be split or joined.",
+                where="twin(optimizer, groups)",
+                why=f"{len(groups)} groups replace {len(of)}, and which of them are the inner optimizer's is not known",
+                fix="pass one group for each that it has",
+            )
+        self._new = {id(old): new for old, new in zip(of, groups, strict=len(self._everyone) > 1)}
         self._copies: dict[int, tuple[Any, Any]] = {id(optimizer.param_groups): (optimizer.param_groups, groups)}
         for each in self._everyone:
             self._add(each, object.__new__(type(each)))
