@@ -132,7 +132,7 @@ def full(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def tiers(session: nox.Session) -> None:
-    """Chooses the first tier anew by what each case executes (tests/tiers.py, two hours); needs Python 3.12."""
+    """Chooses the first tier anew by what each case executes (tests/tiers.py); needs Python 3.12."""
     folders = []
     for name, requirement, paths in (
         ("native", [NATIVE_TORCH, ".[test]"], ["tests", *PACKAGE_TESTS]),
