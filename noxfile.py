@@ -284,7 +284,11 @@ def quickstart(session: nox.Session) -> None:
 
 def install(session: nox.Session, *requirements: str) -> None:
     """Installs requirements and this package, built from what is there now: setuptools would reuse files in ``build``
-    that the sources no longer have. Packages come from where pip is told to look, also with uv."""
+    that the sources no longer have. Packages come from where pip is told to look, also with uv.
+
+    Modules are compiled once, also where ``PYTHONDONTWRITEBYTECODE`` is set, as in many containers: otherwise each of
+    some thousand processes of the tests compiles torch anew, for two to four seconds."""
+    session.env["PYTHONDONTWRITEBYTECODE"] = None
     for folder in (Path("."), *Path("plugins").iterdir()):
         shutil.rmtree(folder / "build", ignore_errors=True)
     same = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL", "UV_INDEX": "PIP_EXTRA_INDEX_URL"}
