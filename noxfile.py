@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -132,16 +133,19 @@ def full(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def tiers(session: nox.Session) -> None:
-    """Chooses the first tier anew by what each case executes (tests/tiers.py); needs Python 3.12."""
+    """Chooses the first tier anew by what each case executes (tests/tiers.py): nox -s tiers --force-python 3.12"""
+    if sys.version_info < (3, 12):
+        session.error("what is executed can be recorded from Python 3.12 on: nox -s tiers --force-python 3.12")
     folders = []
     for name, requirement, paths in (
-        ("native", [NATIVE_TORCH, ".[test]"], ["tests", *PACKAGE_TESTS]),
-        ("xla", [".[emulation,test]"], ["tests/unit", *ON_TORCH_2_9]),
+        ("native", [NATIVE_TORCH, TRANSFORMERS, ".[test]"], ["tests", *PACKAGE_TESTS]),
+        ("xla", [TRANSFORMERS, ".[emulation,test]"], ["tests/unit", *ON_TORCH_2_9]),
     ):
         install(session, *requirement, *PACKAGE_FOLDERS)
         show = "import sysconfig; print(sysconfig.get_path('purelib'))"
         packages = str(session.run("python", "-c", show, silent=True)).strip()
-        hook = f"import sys; sys.path.append({str(Path.cwd())!r}); import tests.tiers as t; t.record_this_process()\n"
+        imported = f"sys.path.append({str(Path.cwd())!r}); import tests.line_recorder as r; r.record_this_process()"
+        hook = f"import sys; {imported}\n"
         Path(packages, "record_lines.pth").write_text(hook)
         folders.append(Path(session.create_tmp(), name).absolute())
         folders[-1].mkdir(exist_ok=True)
@@ -160,14 +164,14 @@ def lint(session: nox.Session) -> None:
 UPSTREAM = ["torch", "transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "packaging"]
 """What changes beneath this package."""
 
-NEWEST_PYTHON = "3.14"
+NEWEST_PYTHON = next((version for version in ("3.14", "3.13", "3.12") if shutil.which(f"python{version}")), None)
 
 
-@nox.session(default=False, python=NEWEST_PYTHON if shutil.which(f"python{NEWEST_PYTHON}") else None)
+@nox.session(default=False, python=NEWEST_PYTHON)
 def newest(session: nox.Session) -> None:
-    """The first tier on the newest releases that are allowed, on Python 3.14 where it is installed."""
-    if session.python is None:
-        session.warn(f"Python {NEWEST_PYTHON} is not installed: this runs on the Python that runs nox")
+    """The first tier on the newest releases that are allowed, and on the newest Python up to 3.14 that is installed."""
+    if session.python != "3.14":
+        session.warn(f"Python 3.14 is not installed: this runs on {session.python or 'the Python that runs nox'}")
     install(session, ".[test]", *PACKAGE_FOLDERS)
     session.run(*PYTEST, *(session.posargs or ["--tier=first", *PARALLEL, "tests", *PACKAGE_TESTS]))
 

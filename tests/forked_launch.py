@@ -194,7 +194,6 @@ def _become_rank(launcher: int, args: list[str], env: dict[str, str], stdout: in
 
         at = next(index for index, word in enumerate(args) if word.endswith("_rank.py"))
         sys.argv = args[at:]
-        sys.path.insert(0, os.path.dirname(args[at]))
         code = 0
         try:
             _rank.main()

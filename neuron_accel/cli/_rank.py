@@ -14,6 +14,11 @@ configure any other package, this one included.
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # this file's folder, in which `inspect` and `trace` are not those of the standard library
+
 import builtins
 import contextlib
 import ctypes
@@ -24,7 +29,6 @@ import io
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -80,9 +84,9 @@ def run_module(name: str) -> None:
 
 
 def _look_first_in(folder: str) -> None:
-    """Replaces this file's folder in ``sys.path[0]`` by the one that Python would put there."""
+    """Puts the folder into ``sys.path[0]`` that Python would put there."""
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = folder
+        sys.path.insert(0, folder)
 
 
 def _run_as_main(code: types.CodeType, **attributes: object) -> None:
