@@ -7,29 +7,13 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from neuron_accel.cli.parser import naming_options
 from neuron_accel.cli.terminal import format_pairs, format_table, show, table_width
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.neuron.cache import CompileCache, check_location, is_s3, location_of
-from neuron_accel.neuron.cache_remote import RemoteEntry, refusal_to_prune, remote_entries
-from neuron_accel.neuron.cache_store import (
-    Entry,
-    Eviction,
-    entries,
-    in_use,
-    open_files,
-    open_folder,
-    prune,
-    running_jobs,
-)
+from neuron_accel.neuron.cache import CompileCache, Entry, Eviction, entries, in_use, location_of, prune
 from neuron_accel.neuron.quantities import format_duration, format_size
-from neuron_accel.storage import is_url
-
-Pairs = list[tuple[str, str]]
 
 SUMMARY = "list the compile cache, and evict entries"
 DESCRIPTION = """\
@@ -40,15 +24,11 @@ entries. Its location is set by --cache-dir, NEURON_CC_FLAGS (--cache_dir) or NE
 /var/tmp/neuron-compile-cache.
 
   list    every entry, least recently used first
-  stats   number and size of entries, compiler versions, running jobs
+  stats   number and size of entries, compiler versions
   prune   evict entries unused for --ttl, then the least recently used until --max-size remains
 
-list and stats also read a cache on S3 (pip install 'neuron-accel[s3]'), or at any address that fsspec can read.
-S3 records when an entry was written, but not when or by which job it was used: prune does not run there, and prints a
-lifecycle rule with which S3 expires entries.
-
-prune keeps entries in use: those that are locked, being compiled or open, or were used by a running job that
-`neuron-accel launch` started. It may run during training, for example from cron.
+prune keeps entries that a job may be using: those that are locked, being compiled, or were used within a day. It may
+run during training, for example from cron. A cache on S3 is left to lifecycle rules of its bucket.
 """
 EXAMPLES = """\
 examples:
@@ -57,7 +37,6 @@ examples:
   neuron-accel cache prune --max-size 200GB --dry-run      print what would be evicted
   neuron-accel cache prune --ttl 30d --max-size 200GB      evict
   neuron-accel cache stats --cache-dir /fsx/neuron_cache   another cache
-  neuron-accel cache list --cache-dir s3://bucket/prefix   one on S3
 """
 
 
@@ -70,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-OPTIONS = {"CompileCache.max_size": "--max-size", "CompileCache.ttl": "--ttl", "CompileCache.location": "--cache-dir"}
+OPTIONS = {"CompileCache.max_size": "--max-size", "CompileCache.ttl": "--ttl"}
 """Arguments of :class:`CompileCache` in its error messages, and the options that they correspond to."""
 
 
@@ -95,13 +74,9 @@ def listing() -> str:
 
 
 def _report(args: argparse.Namespace) -> tuple[Any, str]:
-    if args.cache_dir is not None and is_s3(args.cache_dir):
-        check_location(args.cache_dir, "--cache-dir")
     place = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
     place = place.removeprefix("file://")
-    if is_url(place):
-        return {"list": _list_remote, "stats": _stats_remote, "prune": _refuse}[args.action](place, args)
-    return {"list": _list, "stats": _stats, "prune": _prune}[args.action](open_folder(place), args)
+    return {"list": _list, "stats": _stats, "prune": _prune}[args.action](place, args)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -119,9 +94,9 @@ def _check_options(args: argparse.Namespace) -> None:
         )
 
 
-def _list(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
-    jobs, opened, now = running_jobs(folder), open_files(folder), time.time()
-    report = [{**_plain(entry), "in_use": in_use(entry, jobs, opened)} for entry in entries(folder)]
+def _list(folder: str, args: argparse.Namespace) -> tuple[Any, str]:
+    now = time.time()
+    report = [{**_plain(entry), "in_use": in_use(entry, now)} for entry in entries(folder)]
     if not report:
         return report, f"{folder} contains no entries"
     headers = ("entry", "compiler", "size", "last used", "state", "in use")
@@ -139,27 +114,9 @@ def _list(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
     return report, format_table(headers, rows, table_width())
 
 
-def _stats(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
-    found, jobs, now = entries(folder), running_jobs(folder), time.time()
-    totals, counts, versions = _totals(found)
-    report = {
-        "folder": str(folder),
-        **totals,
-        "least_recently_used": found[0].last_used if found else None,
-        "jobs": jobs,
-    }
-    pairs = [
-        ("folder", str(folder)),
-        *counts,
-        ("least recently used", f"{format_duration(now - found[0].last_used)} ago" if found else "-"),
-        *versions,
-        ("jobs", ", ".join(f"{job['host']} (process {job['pid']})" for job in jobs) or "none registered"),
-    ]
-    return report, format_pairs(pairs, indent="", width=table_width())
-
-
-def _totals(found: Sequence[Entry | RemoteEntry]) -> tuple[dict[str, Any], Pairs, Pairs]:
-    """The number and size of all entries: as data, as text, and as text by compiler version."""
+def _stats(folder: str, args: argparse.Namespace) -> tuple[Any, str]:
+    found = entries(folder)
+    oldest = found[0].last_used if found else None
     compilers = {
         version: {
             "entries": sum(entry.compiler == version for entry in found),
@@ -169,63 +126,25 @@ def _totals(found: Sequence[Entry | RemoteEntry]) -> tuple[dict[str, Any], Pairs
     }
     states = {state: sum(entry.state == state for entry in found) for state in ("done", "failed", "incomplete")}
     size = sum(entry.size for entry in found)
-    totals = {"entries": len(found), "bytes": size, "states": states, "compilers": compilers}
-    counts = [
+    report = {
+        "folder": folder,
+        "entries": len(found),
+        "bytes": size,
+        "states": states,
+        "compilers": compilers,
+        "least_recently_used": oldest,
+    }
+    pairs = [
+        ("folder", folder),
         ("entries", f"{len(found)} ({', '.join(f'{n} {state}' for state, n in states.items())})"),
         ("size", format_size(size)),
-    ]
-    rows = [(f"compiler {v}", f"{row['entries']} entries, {format_size(row['bytes'])}") for v, row in compilers.items()]
-    return totals, counts, rows
-
-
-# ---- on S3 and at other URLs -----------------------------------------------------------------------------------------
-def _list_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
-    found, now = remote_entries(url), time.time()
-    report = [
-        {
-            "entry": entry.name,
-            "compiler": entry.compiler,
-            "bytes": entry.size,
-            "last_written": entry.last_written,
-            "state": entry.state,
-            "path": entry.path,
-        }
-        for entry in found
-    ]
-    rows = [
-        [
-            entry.name,
-            entry.compiler,
-            format_size(entry.size),
-            f"{format_duration(now - entry.last_written)} ago",
-            entry.state,
-        ]
-        for entry in found
-    ]
-    text = format_table(("entry", "compiler", "size", "written", "state"), rows, table_width())
-    return report, text if found else f"{url} contains no entries"
-
-
-def _stats_remote(url: str, args: argparse.Namespace) -> tuple[Any, str]:
-    found, now = remote_entries(url), time.time()
-    totals, counts, versions = _totals(found)
-    report = {"address": url, **totals, "oldest": found[0].last_written if found else None}
-    pairs = [
-        ("address", url),
-        *counts,
-        ("oldest", f"written {format_duration(now - found[0].last_written)} ago" if found else "-"),
-        *versions,
-        ("jobs", "unknown: jobs register in folders only"),
+        ("least recently used", "-" if oldest is None else f"{format_duration(time.time() - oldest)} ago"),
+        *((f"compiler {v}", f"{row['entries']} entries, {format_size(row['bytes'])}") for v, row in compilers.items()),
     ]
     return report, format_pairs(pairs, indent="", width=table_width())
 
 
-def _refuse(url: str, args: argparse.Namespace) -> tuple[Any, str]:
-    raise refusal_to_prune(url, CompileCache(max_size=args.max_size, ttl=args.ttl).ttl_seconds)
-
-
-# ---- evicting --------------------------------------------------------------------------------------------------------
-def _prune(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
+def _prune(folder: str, args: argparse.Namespace) -> tuple[Any, str]:
     limits = CompileCache(max_size=args.max_size, ttl=args.ttl)
     done = prune(folder, max_bytes=limits.max_bytes, ttl_seconds=limits.ttl_seconds, dry_run=args.dry_run)
     report = {
@@ -249,7 +168,7 @@ def _describe(done: Eviction, limits: CompileCache, dry_run: bool) -> str:
     freed = sum(entry.size for entry, _ in done.evicted)
     lines.append(f"{len(done.evicted)} entries, {format_size(freed)} {would}; {format_size(done.left)} remain")
     if limits.max_bytes is not None and done.left > limits.max_bytes:
-        lines.append(f"more than {format_size(limits.max_bytes)} remain, because entries are in use")
+        lines.append(f"more than {format_size(limits.max_bytes)} remain, because jobs may be using entries")
     return "\n".join(lines)
 
 

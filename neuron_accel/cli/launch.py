@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import errno
 import os
@@ -14,7 +13,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from neuron_accel.backends.select import Machine, choose
@@ -35,8 +33,7 @@ from neuron_accel.cli.parser import naming_options
 from neuron_accel.cli.run_secret import VARIABLE
 from neuron_accel.cli.terminal import format_command, show, table_width
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.neuron.cache import HOST, CompileCache, is_s3, location_of
-from neuron_accel.neuron.cache_store import register_job
+from neuron_accel.neuron.cache import HOST, CompileCache
 from neuron_accel.neuron.instances import detect_instance, read_product
 
 AUTO = "auto"
@@ -354,8 +351,8 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
 
     if not quiet:
         _say(plan.explain(table_width(sys.stderr)))
-    with _using_cache(plan):
-        outcome = run_ranks(plan)
+    _check_cache(plan)
+    outcome = run_ranks(plan)
     if outcome.signal is not None:
         _say(f"ended by {signal_name(outcome.signal)}")
         return 128 + outcome.signal
@@ -365,19 +362,16 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
     return 0
 
 
-def _using_cache(plan: LaunchPlan) -> contextlib.AbstractContextManager[None]:
-    """A context manager in which ``neuron-accel cache prune`` keeps the compiled graphs that this job uses.
+def _check_cache(plan: LaunchPlan) -> None:
+    """Checks that compiled graphs can be kept, where ranks compile any.
 
     Raises:
         ConfigurationError: if the cache cannot be written.
     """
     environ = {**os.environ, **{setting.name: setting.value for setting in plan.settings}}
     on_neuron = environ.get("PJRT_DEVICE", "NEURON") == "NEURON"
-    if plan.device != "xla" or not (on_neuron or plan.request.cache.location):
-        return contextlib.nullcontext()
-    plan.request.cache.check_writable(environ)
-    place = location_of(environ)
-    return contextlib.nullcontext() if is_s3(place) else register_job(Path(place))
+    if plan.device == "xla" and (on_neuron or plan.request.cache.location):
+        plan.request.cache.check_writable(environ)
 
 
 def _check_port(plan: LaunchPlan) -> None:

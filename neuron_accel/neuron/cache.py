@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The persistent compile cache: its location and options.
+"""The persistent compile cache: its location and options, its entries, and evicting them.
 
 On the XLA path the compiler's wrapper keeps the cache in a folder or on S3. For each graph it contains a folder
 ``neuronxcc-VERSION/MODULE_<hash of the graph>+<hash of the flags>``. Since June 2023 the wrapper evicts nothing;
-:mod:`neuron_accel.neuron.cache_store` does. The native device keeps compiled programs in another folder.
+:func:`prune` does, in a folder. The native device keeps compiled programs in another folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import shutil
 import socket
 import tempfile
+import time
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +41,9 @@ NETWORK_FILE_SYSTEMS = (
     *("fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.mount-s3"),
 )
 """Types of network file systems in /proc/mounts. EFS has type nfs4, FSx for Lustre lustre."""
+
+RECENT_SECONDS = 86400.0
+"""Age below which an entry is not evicted: a job may be reading it. Linux records a read once a day (relatime)."""
 
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?\Z")
 
@@ -242,3 +250,178 @@ def location_of(environ: Mapping[str, str]) -> str:
     found = environ.get(URL_VARIABLE, "").strip().removeprefix("file://") or DEFAULT_LOCATION
     check_location(found, URL_VARIABLE)
     return os.path.expanduser(found)
+
+
+# ---- entries and evicting them ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A graph that was compiled, failed to compile, or is being compiled.
+
+    Args:
+        path: its folder.
+        compiler: version of the compiler.
+        size: bytes of its files.
+        last_used: when one of its files was last read or written, in seconds since the epoch, according to the file
+            system: with ``noatime`` reading is not recorded.
+        state: "done", "failed" (a cached failure) or "incomplete".
+        locks: its lock files.
+    """
+
+    path: Path
+    compiler: str
+    size: int
+    last_used: float
+    state: str
+    locks: tuple[Path, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eviction:
+    """The result of :func:`prune`.
+
+    Args:
+        evicted: evicted entries, least recently used first, each with the limit that it exceeded: "ttl" or "size".
+        kept: entries that exceed a limit but may be in use, each with the reason.
+        left: bytes of the remaining entries.
+    """
+
+    evicted: tuple[tuple[Entry, str], ...]
+    kept: tuple[tuple[Entry, str], ...]
+    left: int
+
+
+def entries(location: str | Path) -> list[Entry]:
+    """Lists all entries of a cache, least recently used first.
+
+    Args:
+        location: its folder.
+
+    Raises:
+        ConfigurationError: if it is not a folder that can be read.
+    """
+    if is_s3(str(location)):
+        raise ConfigurationError(
+            f"The compile cache at {location} is not listed or pruned.",
+            where="--cache-dir, NEURON_CC_FLAGS or NEURON_COMPILE_CACHE_URL",
+            why="S3 does not record when an object was read, by which entries in use are known",
+            fix=f"list it with aws s3 ls --recursive {location}, and let a lifecycle rule of the bucket expire objects",
+        )
+    try:
+        versions = [path for path in Path(location or os.devnull).iterdir() if path.name.startswith("neuronxcc-")]
+    except OSError as error:
+        raise ConfigurationError(
+            f"There is no compile cache in {location}: {error.strerror}.",
+            where="--cache-dir, NEURON_CC_FLAGS or NEURON_COMPILE_CACHE_URL",
+            fix="pass the folder that jobs use; the first job creates it",
+        ) from None
+    found = []
+    for path in (path for version in versions for path in version.glob("MODULE_*")):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted in the meantime
+            found.append(_read(path))
+    return sorted(found, key=lambda entry: (entry.last_used, str(entry.path)))
+
+
+def _read(path: Path) -> Entry:
+    files = [file for file in path.rglob("*") if file.is_file()]
+    content = {file: file.stat() for file in files if file.suffix != ".lock"}
+    if any(file.suffix == ".neff" and stat.st_size for file, stat in content.items()):
+        state = "done"
+    else:
+        state = "failed" if any(file.name == "model.done" for file in content) else "incomplete"
+    return Entry(
+        path=path,
+        compiler=path.parent.name.removeprefix("neuronxcc-"),
+        size=sum(stat.st_size for stat in content.values()),
+        last_used=max(max(stat.st_atime, stat.st_mtime) for stat in content.values() or [path.stat()]),
+        state=state,
+        locks=tuple(file for file in files if file.suffix == ".lock"),
+    )
+
+
+def in_use(entry: Entry, now: float) -> str | None:
+    """Why a job may be using an entry, as text; None if none can.
+
+    Args:
+        entry: the entry.
+        now: the current time in seconds since the epoch.
+    """
+    if any(_is_held(lock) for lock in entry.locks):
+        return "locked"
+    if entry.state == "incomplete" and entry.locks:
+        return "being compiled"
+    return "used within a day" if now - entry.last_used < RECENT_SECONDS else None
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a process holds a lock on the file, by flock or by lockf."""
+    with contextlib.suppress(FileNotFoundError), path.open() as file:
+        try:
+            for lock in (fcntl.flock, fcntl.lockf):
+                lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                lock(file, fcntl.LOCK_UN)
+        except OSError:
+            return True
+    return False
+
+
+def prune(
+    folder: str | Path,
+    *,
+    max_bytes: int | None = None,
+    ttl_seconds: float | None = None,
+    dry_run: bool = False,
+    now: float | None = None,
+) -> Eviction:
+    """Evicts entries that were not used for ``ttl_seconds``, then the least recently used until ``max_bytes`` remain.
+
+    Entries that a job may be using are kept: see :func:`in_use`. An entry is renamed before it is deleted, so that no
+    job finds a part of it.
+
+    Args:
+        folder: the cache.
+        max_bytes: largest size of the cache; None: no limit.
+        ttl_seconds: time after which an unused entry is evicted; None: never.
+        dry_run: whether to evict nothing.
+        now: the current time in seconds since the epoch; None: that of the system.
+
+    Raises:
+        ConfigurationError: if the folder is not a cache, or cannot be written.
+    """
+    now = time.time() if now is None else now
+    found = entries(folder)
+    left = sum(entry.size for entry in found)
+    evicted, kept = [], []
+    for entry in found:
+        if ttl_seconds is not None and now - entry.last_used > ttl_seconds:
+            limit = "ttl"
+        elif max_bytes is not None and left > max_bytes:
+            limit = "size"
+        else:
+            break
+        if reason := in_use(entry, now):
+            kept.append((entry, reason))
+            continue
+        if not dry_run:
+            _delete(entry)
+        evicted.append((entry, limit))
+        left -= entry.size
+    return Eviction(evicted=tuple(evicted), kept=tuple(kept), left=left)
+
+
+def _delete(entry: Entry) -> None:
+    renamed = entry.path.with_name(f".evicted-{uuid.uuid4().hex}")
+    try:
+        entry.path.rename(renamed)
+    except FileNotFoundError:
+        return  # by another eviction
+    except OSError as error:
+        raise ConfigurationError(
+            f"The compile cache cannot be changed: {error.strerror}.",
+            where=str(entry.path.parent),
+            fix="run this as a user with write permission",
+        ) from None
+    shutil.rmtree(renamed, ignore_errors=True)

@@ -146,7 +146,7 @@ def test_an_unknown_command(word, near, capsys):
         ),
         ("test --timeout -5", "The time limit is -5 seconds", "--timeout"),
         ("test --timeout nan", "The time limit is nan seconds", "--timeout"),
-        ("cache list --cache-dir s3://b/p", "'s3://b/p' is not a valid S3 address", "--cache-dir"),
+        ("cache list --cache-dir s3://bucket/p", "is not listed or pruned", None),
         ("launch --cache-dir s3://b/p x.py", "'s3://b/p' is not a valid S3 address", "--cache-dir"),
         ("cache prune --ttl abc --cache-dir .", "'abc'", "--ttl"),
         ("cache prune --max-size abc --cache-dir .", "'abc'", "--max-size"),
