@@ -51,16 +51,12 @@ class DeviceGroup(_Base):
         super().__init__(rank, size)
         self._backend_name, self._device, self._gloo = name, device, gloo
         self._rank, self._size = rank, size
+        # torch keeps the name of a group, and from 2.15 on its flight recorder, in the backend of a device.
+        self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
     def getBackendName(self) -> str:
         return self._backend_name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:
