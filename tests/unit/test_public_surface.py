@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ def _members(cls: type) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
+    if typing.get_origin(value) is not None:
+        return "(...)"  # a type of functions, of which only some releases of Python know a signature
     try:
         text = str(inspect.signature(value))
     except (TypeError, ValueError):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import LIST, ROOT, SOURCES, Case, choose, is_listed, lines_of, main, read
+from tests.line_recorder import SOURCES
+from tests.tiers import LIST, ROOT, Case, choose, is_listed, lines_of, main, read
 from tests.upstream import broken, table
 
 CASES = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from neuron_accel.testing import assert_parallel_equivalence, run_ranks
@@ -337,13 +339,16 @@ def test_weights_are_gathered_at_the_end_of_the_step(kind):
 def compile_later():
     accelerator, model, optimizer, _ = prepare(True)
     step(accelerator, model, optimizer, torch.ones(2, 3, 8))
-    torch.compile(model, backend="eager")(torch.ones(2, 3, 8))
+    compiled = torch.compile(model, backend="eager")(torch.ones(2, 3, 8))
+    torch.testing.assert_close(compiled, model(torch.ones(2, 3, 8)))
 
 
-def test_a_model_cannot_be_compiled_later():
+def test_a_model_that_is_compiled_later_waits_or_is_refused():
+    """From torch 2.15 on, Dynamo does not trace a hook that raises an error, and calls it instead."""
     from neuron_accel.testing import RanksError
 
-    with pytest.raises(RanksError, match="cannot be compiled later"):
+    refused = pytest.raises(RanksError, match="cannot be compiled later")
+    with contextlib.nullcontext() if Version(torch.__version__) >= Version("2.15.dev0") else refused:
         run_ranks(compile_later, 2)
 
 
