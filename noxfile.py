@@ -31,8 +31,6 @@ atexit.register(lambda: print(f"nox > all of it took {(time.monotonic() - STARTE
 NATIVE_TORCH = "torch==2.13.*"
 """The line of torch that native Neuron (Trn2, Trn3) is built for. Named first in every installation: left to a range,
 pip would take the newest release there is."""
-TRANSFORMERS = "transformers==5.23.*"
-"""The release on which everything is tested; ``newest`` and ``upstream`` take the newest."""
 
 PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
 PACKAGE_FOLDERS = [f"./plugins/{package}" for package in PACKAGES]
@@ -74,7 +72,7 @@ ON_TORCH_2_9 = [
 @nox.session
 def tests(session: nox.Session) -> None:
     """Style, types and the first tier of all tests, on torch 2.13; nox -s tests -- --tier full: both tiers."""
-    install(session, NATIVE_TORCH, TRANSFORMERS, ".[lint,test]", *PACKAGE_FOLDERS)
+    install(session, NATIVE_TORCH, ".[lint,test]", *PACKAGE_FOLDERS)
     tier = tier_of(session)
     if tier is None:
         session.run(*PYTEST, *session.posargs)
@@ -93,7 +91,7 @@ def xla(session: nox.Session) -> None:
     """The first tier on torch 2.9 with torch_xla (the line of Trn1): real XLA ranks, an emulated Neuron device where
     there is a C compiler, and that the CPU stays the default there; nox -s xla -- --tier full: both tiers, and the unit
     tests."""
-    install(session, TRANSFORMERS, ".[emulation,test]", *PACKAGE_FOLDERS)
+    install(session, ".[emulation,test]", *PACKAGE_FOLDERS)
     tier = tier_of(session)
     if tier is None:
         session.run(*PYTEST, *session.posargs)
@@ -113,7 +111,6 @@ def plugins(session: nox.Session, package: str) -> None:
     install(
         session,
         NATIVE_TORCH,
-        TRANSFORMERS,
         ".[conformance]",
         f"./plugins/{package}[test]",
         *beside,
@@ -138,8 +135,8 @@ def tiers(session: nox.Session) -> None:
         session.error("what is executed can be recorded from Python 3.12 on: nox -s tiers --force-python 3.12")
     folders = []
     for name, requirement, paths in (
-        ("native", [NATIVE_TORCH, TRANSFORMERS, ".[test]"], ["tests", *PACKAGE_TESTS]),
-        ("xla", [TRANSFORMERS, ".[emulation,test]"], ["tests/unit", *ON_TORCH_2_9]),
+        ("native", [NATIVE_TORCH, ".[test]"], ["tests", *PACKAGE_TESTS]),
+        ("xla", [".[emulation,test]"], ["tests/unit", *ON_TORCH_2_9]),
     ):
         install(session, *requirement, *PACKAGE_FOLDERS)
         show = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -217,14 +214,14 @@ def cuda(session: nox.Session) -> None:
     """On however many NVIDIA GPUs there are: parity, compositions, checkpoints. Skipped without one."""
     if shutil.which("nvidia-smi") is None:
         session.skip("this machine has no NVIDIA GPU (no nvidia-smi)")
-    install(session, NATIVE_TORCH, TRANSFORMERS, ".[test]")
+    install(session, NATIVE_TORCH, ".[test]")
     session.run("pytest", "tests/cuda", *session.posargs)
 
 
 @nox.session(default=False)
 def families(session: nox.Session) -> None:
     """Every causal family of transformers, tiny, sharded and in one process; writes docs/supported_models.md."""
-    install(session, NATIVE_TORCH, TRANSFORMERS, ".[test]")
+    install(session, NATIVE_TORCH, ".[test]")
     sweep = ["python", "-m", "tests.sweeps.families"]
     if session.posargs:
         session.run(*sweep, *session.posargs)
@@ -236,7 +233,7 @@ def families(session: nox.Session) -> None:
 @nox.session(default=False)
 def families_graphs(session: nox.Session) -> None:
     """The graphs of a step of every causal family on XLA, checked for Trainium; writes docs/supported_models.md."""
-    install(session, TRANSFORMERS, ".[xla,test]")
+    install(session, ".[xla,test]")
     sweep = ["python", "-m", "tests.sweeps.families", "--layouts", "graphs of zero1"]
     session.run(*sweep, *(session.posargs or ["--write", "docs/supported_models.md"]))
 
@@ -246,9 +243,9 @@ def fuzz(session: nox.Session) -> None:
     """Random training programs against one process: nox -s fuzz -- --cases 100 --first 1000 [--seed 17 --shrink]"""
     on_xla = any(argument.endswith("xla") for argument in session.posargs)
     if on_xla:
-        install(session, TRANSFORMERS, ".[xla,test]")
+        install(session, ".[xla,test]")
     else:
-        install(session, NATIVE_TORCH, TRANSFORMERS, ".[test]")
+        install(session, NATIVE_TORCH, ".[test]")
     session.run("python", "-m", "tests.fuzz", *session.posargs)
 
 
@@ -257,9 +254,9 @@ def soak(session: nox.Session) -> None:
     """An hour of training with saves, loads, evaluations and restarts, in which nothing may grow:
     nox -s soak -- --minutes 10 --backend xla"""
     if any(argument.endswith("xla") for argument in session.posargs):
-        install(session, TRANSFORMERS, ".[xla,test]")
+        install(session, ".[xla,test]")
     else:
-        install(session, NATIVE_TORCH, TRANSFORMERS, ".[test]")
+        install(session, NATIVE_TORCH, ".[test]")
     session.run("python", "-m", "tests.soak", *session.posargs)
 
 
@@ -267,7 +264,7 @@ def soak(session: nox.Session) -> None:
 def chaos(session: nox.Session) -> None:
     """Kills ranks and tools at every point, some hundred times, after which no checkpoint may be lost (40 minutes):
     nox -s chaos -- --kills 50 --launches 10"""
-    install(session, NATIVE_TORCH, TRANSFORMERS, ".[test]")
+    install(session, NATIVE_TORCH, ".[test]")
     session.run("python", "-m", "tests.kills", *session.posargs)
 
 
@@ -282,7 +279,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """The main example: nox -s quickstart -- --verify"""
-    install(session, NATIVE_TORCH, TRANSFORMERS, ".[examples]")
+    install(session, NATIVE_TORCH, ".[examples]")
     session.run("neuron-accel", "launch", "--nproc-per-node", "4", "examples/quickstart/train.py", *session.posargs)
 
 
