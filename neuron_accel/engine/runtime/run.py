@@ -16,7 +16,7 @@ from neuron_accel.engine.plan.plugin import HOOKS, Phase, overrides
 from neuron_accel.engine.runtime.join import Join
 from neuron_accel.engine.runtime.shared_inputs import SharedInputs
 from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
-from neuron_accel.errors import CheckpointError, NeuronAccelError, UsageError, did_you_mean
+from neuron_accel.errors import NeuronAccelError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend, Group
@@ -373,19 +373,19 @@ T = TypeVar("T")
 
 
 def agreed(run: Run, work: Callable[[], T]) -> T:
-    """Returns ``work()`` if it succeeds on all ranks. Otherwise raises its own error on ranks where it failed, and the
-    first error on the others. Collective."""
+    """Returns ``work()`` if it succeeds on all ranks. Otherwise raises its own error on ranks where it failed. On the
+    others raises the first such error if it is one of this package, else one that names the rank. Collective."""
     result: Any = None
-    error: NeuronAccelError | None = None
+    error: Exception | None = None
     try:
         result = work()
-    except NeuronAccelError as e:
-        error = e
     except Exception as e:
-        error = CheckpointError(f"Unexpected: {e!r}", where=f"rank {run.backend.rank}")
-        error.__cause__ = e
-    errors = run.backend.all_gather_object(error, run.world) if run.world.size > 1 else [error]
-    first = next((e for e in errors if e is not None), None)
+        error = e
+    failed = error
+    if error is not None and not isinstance(error, NeuronAccelError):  # of another class, which may not be pickled
+        failed = NeuronAccelError(f"Rank {run.backend.rank} failed: {error!r}", why="no rank continues if one fails")
+    failures = run.backend.all_gather_object(failed, run.world) if run.world.size > 1 else [failed]
+    first = next((e for e in failures if e is not None), None)
     if first is not None:
         raise error if error is not None else first
     return result
