@@ -44,23 +44,21 @@ def _edges(plugins: Mapping[str, StrategyPlugin]) -> Edges:
     edges: Edges = {name: {} for name in plugins}
     for name, plugin in sorted(plugins.items()):
         for first in sorted(plugin.spec.after & plugins.keys()):
-            _add_edge(edges, plugins, first, name, f"{name!r} declares after={first!r}")
-        for second in sorted(plugin.spec.before & plugins.keys()):
-            _add_edge(edges, plugins, name, second, f"{name!r} declares before={second!r}")
+            early, late, declaration = (
+                plugins[first].spec.phase,
+                plugin.spec.phase,
+                f"{name!r} declares after={first!r}",
+            )
+            if early > late:
+                raise PlanError(
+                    f"Plugin {first!r} cannot act before {name!r}.",
+                    where=declaration,
+                    why=f"phase {early.name.lower()} of {first!r} comes after phase {late.name.lower()} of {name!r}",
+                    fix="'after' orders plugins of the same phase; change the declaration or the phase",
+                )
+            if early == late:
+                edges[name][first] = declaration
     return edges
-
-
-def _add_edge(edges: Edges, plugins: Mapping[str, StrategyPlugin], first: str, second: str, declaration: str) -> None:
-    early, late = plugins[first].spec.phase, plugins[second].spec.phase
-    if early > late:
-        raise PlanError(
-            f"Plugin {first!r} cannot act before {second!r}.",
-            where=declaration,
-            why=f"phase {early.name.lower()} of {first!r} comes after phase {late.name.lower()} of {second!r}",
-            fix="'after' and 'before' order plugins of the same phase; change the declaration or the phase",
-        )
-    if early == late:
-        edges[second].setdefault(first, declaration)
 
 
 def _reason(plugin: StrategyPlugin, predecessors: Mapping[str, str], alone: bool) -> str:

@@ -105,7 +105,7 @@ class PluginSpec:
     Args:
         name: the name used in configuration files and messages.
         phase: when it acts.
-        after, before: names of plugins of the same phase after or before which it must act, if they are present.
+        after: names of plugins of the same phase after which it must act, if they are present.
         requires, conflicts: names of plugins, or capabilities: those of the backend, those in ``provides`` of another
             plugin, or ``"axis:tp"``, which means that an axis named tp has a degree above one.
         provides: capabilities that others may require or conflict with.
@@ -120,7 +120,6 @@ class PluginSpec:
     name: str
     phase: Phase
     after: frozenset[str] = frozenset()
-    before: frozenset[str] = frozenset()
     requires: frozenset[str] = frozenset()
     conflicts: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset()
@@ -131,7 +130,7 @@ class PluginSpec:
 
     def __repr__(self) -> str:
         shown = [f"{self.name!r}", f"phase {self.phase.name}"]
-        for name in ("after", "before", "requires", "conflicts", "provides", "claims", "refines"):
+        for name in ("after", "requires", "conflicts", "provides", "claims", "refines"):
             names = sorted(each.value if isinstance(each, Claim) else each for each in getattr(self, name))
             shown += [f"{name} {', '.join(names)}"] if names else []
         return f"<{type(self).__name__} {', '.join(shown[:2])}{''.join(f'; {each}' for each in shown[2:])}>"
