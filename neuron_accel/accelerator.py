@@ -11,37 +11,27 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
-# Accelerate chooses its device when it is imported, so the backend has to be chosen first.
+from neuron_accel.loop.accelerate import Accelerator  # isort: skip  # first: it chooses the device for Accelerate
+import torch
+from torch import nn
+
 from neuron_accel.backends.select import DryRun, Machine, connect, settle
-
-settle(os.environ)
-
-import torch  # noqa: E402
-
-# Accelerate ships no type annotations, so mypy would accept any attribute of an accelerator. mypy therefore reads the
-# declarations of the first branch; pyright, which infers types from the source, reads the second.
-if 0:
-    from neuron_accel.loop.inherited import Accelerator
-else:
-    from accelerate import Accelerator  # type: ignore[no-redef]
-from torch import nn  # noqa: E402
-
-from neuron_accel.checkpoint.state.full_state import full_gradients, full_state_dict, without_ties  # noqa: E402
-from neuron_accel.checkpoint.state.resume import Resumed, step_of  # noqa: E402
-from neuron_accel.checkpoint.state.session import Session, Source  # noqa: E402
-from neuron_accel.checkpoint.state.training import TrainingObjects  # noqa: E402
-from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches  # noqa: E402
-from neuron_accel.engine.plan.config import RunConfig, load_config  # noqa: E402
-from neuron_accel.engine.plan.mesh import AxisKind  # noqa: E402
-from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
-from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
-from neuron_accel.engine.plan.restart import KeptBatch, find_fits  # noqa: E402
-from neuron_accel.engine.runtime.preview import explain_memory, explain_parameters, preview  # noqa: E402
-from neuron_accel.engine.runtime.run import agreed  # noqa: E402
-from neuron_accel.errors import UsageError  # noqa: E402
-from neuron_accel.loop import gather as values  # noqa: E402
-from neuron_accel.loop import prepare  # noqa: E402
-from neuron_accel.loop.arguments import (  # noqa: E402
+from neuron_accel.checkpoint.state.full_state import Weights, full_gradients, full_state_dict, without_ties
+from neuron_accel.checkpoint.state.resume import Resumed, step_of
+from neuron_accel.checkpoint.state.session import Session, Source
+from neuron_accel.checkpoint.state.training import TrainingObjects
+from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches
+from neuron_accel.engine.plan.config import RunConfig, load_config
+from neuron_accel.engine.plan.mesh import AxisKind
+from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
+from neuron_accel.engine.plan.registry import default_registry
+from neuron_accel.engine.plan.restart import KeptBatch, find_fits
+from neuron_accel.engine.runtime.preview import explain_memory, explain_parameters, preview
+from neuron_accel.engine.runtime.run import agreed
+from neuron_accel.errors import UsageError
+from neuron_accel.loop import gather as values
+from neuron_accel.loop import prepare
+from neuron_accel.loop.arguments import (
     ACCELERATES,
     NOT_GIVEN,
     check_dry_precision,
@@ -56,13 +46,13 @@ from neuron_accel.loop.arguments import (  # noqa: E402
     with_accumulation,
     with_ddp_options,
 )
-from neuron_accel.loop.deferred_values import call_after_step, numbers, progress_bar  # noqa: E402
-from neuron_accel.loop.full_weights import full_weights  # noqa: E402
-from neuron_accel.loop.gather import split_for_rank  # noqa: E402
-from neuron_accel.loop.host_barrier import wait_on_host  # noqa: E402
-from neuron_accel.loop.interruption import SIGNALS, Interruption  # noqa: E402
-from neuron_accel.loop.join import even_batches_as, join_uneven_inputs  # noqa: E402
-from neuron_accel.loop.precompile_mode import (  # noqa: E402
+from neuron_accel.loop.deferred_values import call_after_step, numbers, progress_bar
+from neuron_accel.loop.full_weights import full_weights
+from neuron_accel.loop.gather import split_for_rank
+from neuron_accel.loop.host_barrier import wait_on_host
+from neuron_accel.loop.interruption import SIGNALS, Interruption
+from neuron_accel.loop.join import even_batches_as, join_uneven_inputs
+from neuron_accel.loop.precompile_mode import (
     is_precompiling,
     precompile_plugins,
     returns_false,
@@ -73,16 +63,16 @@ from neuron_accel.loop.precompile_mode import (  # noqa: E402
     skipped_without_values,
     without_value_checks,
 )
-from neuron_accel.loop.prepare import NoSync  # noqa: E402
-from neuron_accel.loop.profiling import named_ranges  # noqa: E402
-from neuron_accel.loop.start import begin, check_connected, plan_for  # noqa: E402
-from neuron_accel.loop.step import Step  # noqa: E402
-from neuron_accel.loop.watchdog import collective, watch  # noqa: E402
-from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler  # noqa: E402
-from neuron_accel.neuron.environment import hardware_of_run  # noqa: E402
-from neuron_accel.neuron.precision import lost_updates, settle_precision  # noqa: E402
-from neuron_accel.neuron.profiling import profiling_problem, settle_profiling  # noqa: E402
-from neuron_accel.storage import staged, upload_folder  # noqa: E402
+from neuron_accel.loop.prepare import NoSync
+from neuron_accel.loop.profiling import named_ranges
+from neuron_accel.loop.start import begin, check_connected, plan_for
+from neuron_accel.loop.step import Step
+from neuron_accel.loop.watchdog import collective, watch
+from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler
+from neuron_accel.neuron.environment import hardware_of_run
+from neuron_accel.neuron.precision import lost_updates, settle_precision
+from neuron_accel.neuron.profiling import profiling_problem, settle_profiling
+from neuron_accel.storage import staged, upload_folder
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -240,8 +230,6 @@ class NeuronAccelerator(Accelerator):
         self._session = Session(self._source())
         self._watchdog = watch(self.run, self)
         self._interruptions: list[Interruption] = []
-        self._each_tensor_once = False  # while `save_model` gets the state dict from `get_state_dict`
-        self._with_optimizer = False  # while `prepare` prepares models together with optimizers
         for setup in self.run.hooks["setup"]:
             setup(self.run)
 
@@ -442,19 +430,19 @@ class NeuronAccelerator(Accelerator):
         for model in (a for a in args if isinstance(a, nn.Module)):
             self._check_new(model)
         result = list(args)
+        prepare_model: Callable[..., Any] = self.prepare_model
+        overridden = type(self).prepare_model is not NeuronAccelerator.prepare_model
+        if any(isinstance(value, torch.optim.Optimizer) for value in args) and not overridden:
+            prepare_model = partial(self._prepare_model, with_optimizer=True)
         in_order: list[tuple[type, Callable[..., Any]]] = [
-            (nn.Module, self.prepare_model),
+            (nn.Module, prepare_model),
             (torch.utils.data.DataLoader, self.prepare_data_loader),
             (torch.optim.Optimizer, self.prepare_optimizer),
         ]
-        self._with_optimizer = any(isinstance(value, torch.optim.Optimizer) for value in args)
-        try:
-            for kind, prepare_one in in_order:
-                for i, (value, placement) in enumerate(zip(args, placements, strict=True)):
-                    if isinstance(value, kind):
-                        result[i] = prepare_one(value, device_placement=placement)
-        finally:
-            self._with_optimizer = False
+        for kind, prepare_one in in_order:
+            for i, (value, placement) in enumerate(zip(args, placements, strict=True)):
+                if isinstance(value, kind):
+                    result[i] = prepare_one(value, device_placement=placement)
         prepare.finish(self.run)
         for i, value in enumerate(args):
             if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
@@ -494,6 +482,15 @@ class NeuronAccelerator(Accelerator):
         Raises:
             UsageError: if another accelerator has prepared the model for training and plugins have sharded it.
         """
+        return self._prepare_model(model, device_placement, evaluation_mode)
+
+    def _prepare_model(
+        self,
+        model: ModelT,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        with_optimizer: bool = False,
+    ) -> ModelT:
         if _owner_of(model) is self and (known := self.run.prepared(model)) is not None:
             return cast(ModelT, known.module) if model is known.original else model
         if not evaluation_mode:
@@ -510,7 +507,7 @@ class NeuronAccelerator(Accelerator):
             wrap=wrap,
             load=self._session.adopt,
             training=not evaluation_mode,
-            with_optimizer=self._with_optimizer,
+            with_optimizer=with_optimizer,
         )
         if self.run.backend.is_lazy and not evaluation_mode:
             # A lambda instead of the bound method, with which a copy of the model would copy the accelerator.
@@ -990,8 +987,7 @@ class NeuronAccelerator(Accelerator):
         record = self.run.prepared(model)
         if record is None:
             return super().get_state_dict(model, unwrap)
-        state = full_state_dict(record, self.run)
-        return without_ties(state) if self._each_tensor_once else state
+        return full_state_dict(record, self.run)
 
     @contextmanager
     def full_weights(self, model: nn.Module) -> Iterator[None]:
@@ -1050,11 +1046,11 @@ class NeuronAccelerator(Accelerator):
                 ``torch.save``, with a tied weight under each of its names.
         """
         with staged(save_directory) as folder:
-            self._each_tensor_once = safe_serialization
-            try:
-                super().save_model(model, os.fspath(folder), max_shard_size, safe_serialization)
-            finally:
-                self._each_tensor_once = False
+            saved = model
+            if self.run.prepared(model) is not None:
+                state = self.get_state_dict(model)
+                saved = Weights(without_ties(state) if safe_serialization else state)
+            super().save_model(saved, os.fspath(folder), max_shard_size, safe_serialization)
             if self.is_main_process:
                 unwrapped = self.unwrap_model(model)
                 for part in ("config", "generation_config"):

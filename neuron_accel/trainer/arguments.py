@@ -10,23 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-# Accelerate, which transformers' Trainer imports, chooses its device when it is imported.
+import neuron_accel.loop.accelerate  # isort: skip  # noqa: F401  first: transformers' Trainer imports Accelerate
+import torch
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.training_args import OptimizerNames
+
 from neuron_accel.backends.select import connect, settle
-
-settle(os.environ)
-
-import torch  # noqa: E402
-from transformers import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
-from transformers.training_args import OptimizerNames  # noqa: E402
-
-from neuron_accel.engine.plan.config import load_config  # noqa: E402
-from neuron_accel.engine.plan.planner import make_plan  # noqa: E402
-from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin  # noqa: E402
-from neuron_accel.engine.plan.registry import default_registry  # noqa: E402
-from neuron_accel.errors import ConfigurationError, PlanError  # noqa: E402
-from neuron_accel.loop.host_barrier import wait_on_host  # noqa: E402
-from neuron_accel.storage import is_url  # noqa: E402
-from neuron_accel.trainer.optimum import OptimumArguments  # noqa: E402
+from neuron_accel.engine.plan.config import load_config
+from neuron_accel.engine.plan.planner import make_plan
+from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
+from neuron_accel.engine.plan.registry import default_registry
+from neuron_accel.errors import ConfigurationError, PlanError
+from neuron_accel.loop.host_barrier import wait_on_host
+from neuron_accel.storage import is_url
+from neuron_accel.trainer.optimum import OptimumArguments
 
 if TYPE_CHECKING:
     from neuron_accel.engine.plan.mesh import Mesh

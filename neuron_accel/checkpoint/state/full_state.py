@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.runtime.tensors import full_tensor
@@ -69,6 +70,17 @@ def without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the result of :func:`full_state_dict` with each tensor under its first name only."""
     first = {id(value): name for name, value in reversed(state.items())}
     return {name: value for name, value in state.items() if first[id(value)] == name}
+
+
+class Weights(nn.Module):
+    """A module whose state dict is a given one, for a function of another library that takes a module."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._state = state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return self._state
 
 
 def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:

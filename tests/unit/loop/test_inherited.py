@@ -1,4 +1,4 @@
-"""``loop/inherited.pyi`` says what a NeuronAccelerator inherits from Accelerate: all of it, and nothing else."""
+"""``loop/accelerate.pyi`` says what a NeuronAccelerator inherits from Accelerate: all of it, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def accelerator():
 
 
 def stated() -> dict[str, ast.stmt]:
-    source = Path(neuron_accel.loop.__file__).with_name("inherited.pyi").read_text(encoding="utf-8")
+    source = Path(neuron_accel.loop.__file__).with_name("accelerate.pyi").read_text(encoding="utf-8")
     (cls,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     names = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
     return names | {ast.unparse(node.target): node for node in cls.body if isinstance(node, ast.AnnAssign)}
