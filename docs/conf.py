@@ -78,6 +78,8 @@ def write_commands(app, docname, source):
         (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         texts = {"neuron-accel": parser, **commands.choices}
         for name, command in texts.items():
+            if name != "neuron-accel":
+                command.load()
             source[0] += f"\n## {name}\n\n```text\n{command.format_help()}\n```\n"
 
 

@@ -15,7 +15,6 @@ from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, Entry, Eviction, entries, in_use, location_of, prune
 from neuron_accel.neuron.quantities import format_duration, format_size
 
-SUMMARY = "list the compile cache, and evict entries"
 DESCRIPTION = """\
 List the persistent compile cache of the XLA path, and evict entries.
 

@@ -17,7 +17,6 @@ from neuron_accel.errors import ConfigurationError
 if TYPE_CHECKING:
     from neuron_accel.planning.calibration import Machine
 
-SUMMARY = "measure this machine, so that plan predicts time on it"
 DESCRIPTION = """\
 Measure the constants that the time of a step is predicted with, on ranks of this machine: products of matrices by size
 and dtype, kernels that are bound by memory, the fixed cost of a kernel, how much slower kernels are in a training step

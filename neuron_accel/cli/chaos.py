@@ -48,7 +48,6 @@ _ONE_RANK = ("save.mkdir", "save.lock", "save.rename", "save.remove")
 _DRAWN = ("start", "rendezvous", "forward", "backward", "collective", "step", "load", "save")
 _MOST = {"start": 1, "rendezvous": 2, "load": 3, "save.mkdir": 8, "save.lock": 3, "save.open": 8, "save.rename": 3}
 
-SUMMARY = "kill, stop, slow or starve ranks, and see what is lost"
 DESCRIPTION = """\
 Run a command and inject faults into its processes at named points, chosen by a seed, without a change of the script.
 If the command fails after a fault and its own launcher does not restart it, it is started again, as a scheduler would.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from neuron_accel.cli.terminal import Bar, show
 
-SUMMARY = "turn a sharded checkpoint into a standard model folder"
 DESCRIPTION = """\
 Write the model of a checkpoint as a standard folder of transformers: original names and shapes, weights split by
 size, configuration and tokenizer beside them. Needs no accelerator and a few megabytes of memory, however large

@@ -23,7 +23,6 @@ from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.instances import detect_instance
 
-SUMMARY = "show versions, hardware and settings, for bug reports"
 DESCRIPTION = """\
 Show versions, hardware, the backend that would be chosen and why, environment variables that affect training,
 and the installed plugins. Values that look like secrets are left out. The exit code is 1 if no backend can be used.

@@ -9,7 +9,6 @@ from typing import Any
 
 from neuron_accel.cli.terminal import format_pairs, format_table, show, table_width
 
-SUMMARY = "show the contents of a checkpoint"
 DESCRIPTION = """\
 Show the mesh that a checkpoint was saved on, its files, and its tensors with their shapes, dtypes and layouts.
 Reads headers only, and needs no torch. In a terminal, tables are wrapped to its width.

@@ -38,7 +38,6 @@ from neuron_accel.neuron.instances import detect_instance, read_product
 
 AUTO = "auto"
 
-SUMMARY = "start a training script on several ranks"
 DESCRIPTION = """\
 Start a training script on several ranks, with the elastic agent of torchrun.
 

@@ -4,53 +4,40 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from neuron_accel import __version__
-from neuron_accel.cli import (
-    cache,
-    calibrate,
-    chaos,
-    consolidate,
-    env,
-    inspect,
-    launch,
-    new_plugin,
-    plan,
-    plugins,
-    precompile,
-    report,
-    reshard,
-    schedule,
-    smoke_test,
-    trace,
-    verify,
-)
 from neuron_accel.cli.parser import Parser, no_command
 from neuron_accel.cli.terminal import show
-from neuron_accel.errors import NeuronAccelError
+from neuron_accel.doors import COMMANDS as GROUP
+from neuron_accel.doors import PACKAGES, entry_points, how_to_install, offered_by
+from neuron_accel.errors import NeuronAccelError, PluginError
 
 COMMANDS = {
-    "launch": launch,
-    "env": env,
-    "plan": plan,
-    "calibrate": calibrate,
-    "plugins": plugins,
-    "new-plugin": new_plugin,
-    "precompile": precompile,
-    "cache": cache,
-    "schedule": schedule,
-    "report": report,
-    "trace": trace,
-    "test": smoke_test,
-    "consolidate": consolidate,
-    "reshard": reshard,
-    "inspect": inspect,
-    "verify": verify,
-    "chaos": chaos,
+    "launch": ("neuron_accel.cli.launch", "start a training script on several ranks"),
+    "env": ("neuron_accel.cli.env", "show versions, hardware and settings, for bug reports"),
+    "plan": ("neuron_accel.cli.plan", "count what a training run needs, without hardware"),
+    "calibrate": ("neuron_accel.cli.calibrate", "measure this machine, so that plan predicts time on it"),
+    "plugins": ("neuron_accel.cli.plugins", "list the installed strategies"),
+    "new-plugin": ("neuron_accel.cli.new_plugin", "create a package with a strategy plugin"),
+    "precompile": ("neuron_accel.cli.precompile", "compile the graphs of a training run ahead of time"),
+    "cache": ("neuron_accel.cli.cache", "list the compile cache, and evict entries"),
+    "schedule": ("neuron_accel.cli.schedule", "draw a pipeline schedule"),
+    "report": ("neuron_accel.cli.report", "show what training runs did, as a page for a browser"),
+    "trace": ("neuron_accel.cli.trace", "make a trace of a run, for Perfetto or Chrome"),
+    "test": ("neuron_accel.cli.smoke_test", "check this installation on several ranks, in under a minute"),
+    "consolidate": ("neuron_accel.cli.consolidate", "turn a sharded checkpoint into a standard model folder"),
+    "reshard": ("neuron_accel.cli.reshard", "reshard a checkpoint for another mesh, including the optimizer"),
+    "inspect": ("neuron_accel.cli.inspect", "show the contents of a checkpoint"),
+    "verify": ("neuron_accel.cli.verify", "check that a checkpoint is complete and undamaged"),
+    "chaos": ("neuron_accel.cli.chaos", "kill, stop, slow or starve ranks, and see what is lost"),
 }
+"""The module of each command, which is imported when the command is called, and what it does. Commands of other
+distributions are entry points."""
 
 EPILOG = """\
 examples:
@@ -65,18 +52,65 @@ examples:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+class _Command(Parser):
+    """The parser of a command, whose module is imported when the command is called."""
+
+    module = ""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.load()
+        return super().parse_known_args(args, namespace)
+
+    def load(self) -> None:
+        """Adds the arguments of the command.
+
+        Raises:
+            PluginError: if the module of another distribution cannot be imported.
+        """
+        name, self.module = self.module, ""
+        if not name:
+            return
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            if name.startswith("neuron_accel."):
+                raise
+            raise PluginError(
+                f"The command {self.prog.split()[-1]!r} cannot be imported.",
+                where=name,
+                why=f"{type(error).__name__}: {error}",
+                fix="install its distribution again, or report it to its authors",
+            ) from error
+        self.description, self.epilog = module.DESCRIPTION, module.EXAMPLES
+        module.add_arguments(self)
+        self.set_defaults(run=module.run)
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Returns the module of each installed command, and what it does. Imports none."""
+    found = dict(COMMANDS)
+    for point in sorted(entry_points(GROUP), key=lambda point: point.name):
+        about = point.dist.metadata if point.dist else {"Name": point.value, "Summary": ""}
+        found.setdefault(point.name, (point.value, f"{about['Summary']} ({about['Name']})"))
+    return found
+
+
+def build_parser(known: Mapping[str, tuple[str, str]] | None = None) -> argparse.ArgumentParser:
+    """Returns the parser of the command line, for all commands or for those that are ``known``, with the module of each
+    and what it does."""
+    known = commands() if known is None else known
+    offered = [(name, package) for package, offers in PACKAGES.items() for name in offers.get(GROUP, ())]
+    missing = ", ".join(f"{name} ({package})" for name, package in offered if name not in known)
+    elsewhere = f"in packages that are not installed: {missing}\n\n" if missing else ""
     parser = Parser(
         prog="neuron-accel",
         description="Launch, inspect and check sharded training with neuron_accel.",
-        epilog=EPILOG,
+        epilog=elsewhere + EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"neuron-accel {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EXAMPLES)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    listing = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Command)
+    for name, (module, does) in known.items():
+        listing.add_parser(name, help=does).module = module
     return parser
 
 
@@ -91,16 +125,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         ended by signal n. ``launch`` returns the exit code of the rank that failed first.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    parser = build_parser()
+    known = COMMANDS if words and words[0] in COMMANDS else commands()
+    parser = build_parser(known)
     if not words:
         parser.print_help(sys.stderr)
         return 2
-    if not words[0].startswith("-") and words[0] not in COMMANDS:
-        parser.error(no_command(words[0], COMMANDS))
-    args = parser.parse_args(words)
-    if args.command in chaos.TOOLS:
-        chaos.install_faults(os.environ)
+    if not words[0].startswith("-") and words[0] not in known:
+        package = offered_by(GROUP, words[0])
+        missing = f"the command {words[0]!r} is in a package of its own: {how_to_install(package or '')}"
+        parser.error(missing if package else no_command(words[0], known))
     try:
+        args = parser.parse_args(words)
+        if args.command in ("consolidate", "reshard"):
+            from neuron_accel.cli import chaos
+
+            chaos.install_faults(os.environ)
         return args.run(args)
     except NeuronAccelError as error:
         show(f"neuron-accel: error: {error}", sys.stderr)

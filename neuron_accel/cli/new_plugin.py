@@ -16,7 +16,6 @@ from neuron_accel.cli.terminal import show
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import UsageError
 
-SUMMARY = "create a package with a strategy plugin"
 DESCRIPTION = """\
 Create a package with a strategy plugin: pyproject.toml with its entry point, a plugin that works, and tests that run
 the conformance kit. The package can be installed, and its tests pass; replace what the plugin does. The pages "Writing

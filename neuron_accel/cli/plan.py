@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from neuron_accel.planning.search import Search
     from neuron_accel.planning.time import StepTime
 
-SUMMARY = "count what a training run needs, without hardware"
 DESCRIPTION = """\
 Count the memory of a rank by part, what it sends along each axis of the mesh, and its operations in one optimizer step.
 

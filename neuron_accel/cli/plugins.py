@@ -15,7 +15,6 @@ from neuron_accel.engine.plan.plugin import AxisSpec, StrategyPlugin
 from neuron_accel.engine.plan.registry import PluginEntry, Registry
 from neuron_accel.errors import NeuronAccelError
 
-SUMMARY = "list the installed strategies"
 DESCRIPTION = """\
 List every installed strategy, built in or from another distribution: its phase, the axes it can add to the mesh, the
 responsibilities it claims, its requirements, and the version of the plugin contract that it was written for. A plugin

@@ -25,7 +25,6 @@ from neuron_accel.neuron.variables import Setting
 TOOL = "neuron_parallel_compile"
 STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"
 
-SUMMARY = "compile the graphs of a training run ahead of time"
 DESCRIPTION = """\
 Compile the graphs of a training run ahead of time, many in parallel, into the compile cache (XLA path).
 

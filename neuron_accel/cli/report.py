@@ -15,7 +15,6 @@ from neuron_accel.errors import ConfigurationError
 if TYPE_CHECKING:
     from neuron_accel.run_report.summary import RunSummary
 
-SUMMARY = "show what training runs did, as a page for a browser"
 DESCRIPTION = """\
 Write a page about a run that trained with the plugin run_report, and print a summary: loss, throughput, parts of a
 step, memory by part, predicted and measured traffic by axis, and a heat map of ranks and steps that names stragglers.

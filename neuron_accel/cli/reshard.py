@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from neuron_accel.engine.sharding.layout import Layout
     from neuron_accel.storage import Location
 
-SUMMARY = "reshard a checkpoint for another mesh, including the optimizer"
 DESCRIPTION = """\
 Write a checkpoint as the ranks of another mesh would have saved it, so that each rank reads only its own files. This
 is optional, since a checkpoint can be loaded on any mesh. Needs no accelerator and a few megabytes of memory.

@@ -15,7 +15,6 @@ from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.schedules import SCHEDULES, Kind, make_schedule
 from neuron_accel.strategies.pipeline.timeline import Timeline, make_timeline
 
-SUMMARY = "draw a pipeline schedule"
 DESCRIPTION = """\
 Draw a pipeline schedule as a Gantt chart, with its bubble (the fraction of time in which a rank is idle) and the number
 of micro-batches whose activations a rank keeps. Transfers are drawn as taking no time.

@@ -14,7 +14,6 @@ from neuron_accel.cli.launch import launch, prepare
 from neuron_accel.cli.launch_plan import LaunchRequest
 from neuron_accel.errors import ConfigurationError
 
-SUMMARY = "check this installation on several ranks, in under a minute"
 DESCRIPTION = """\
 Launch ranks, compare every collective with its definition, and train tiny models for three steps, comparing
 losses, gradients and weights with a plain loop in one process. A Llama under tensor and sequence parallelism

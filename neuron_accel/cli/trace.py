@@ -11,7 +11,6 @@ from pathlib import Path
 from neuron_accel.cli.terminal import show
 from neuron_accel.errors import ConfigurationError
 
-SUMMARY = "make a trace of a run, for Perfetto or Chrome"
 DESCRIPTION = """\
 Make a trace of steps of a run that the plugin run_report has reported: what every rank did when, with its collectives,
 the hooks of plugins and the actions of a pipeline, on one clock. Open it at https://ui.perfetto.dev or chrome://tracing;

@@ -8,7 +8,6 @@ import sys
 
 from neuron_accel.cli.terminal import show
 
-SUMMARY = "check that a checkpoint is complete and undamaged"
 DESCRIPTION = """\
 Compare every file of a checkpoint with its checksum, and check that all shards of all tensors are present and that
 their shapes match the model's configuration. Needs no torch. The exit code is 1 if a check fails.

@@ -53,9 +53,9 @@ for _name in MODULES:
         importlib.import_module(_name)
 
 with contextlib.suppress(Exception):
-    from neuron_accel.engine.plan.registry import installed_entry_points
+    from neuron_accel.doors import installed
 
-    installed_entry_points(tuple(sys.path))
+    installed(tuple(sys.path))
 
 # Keeps the garbage collector from writing to the memory pages of these objects, which ranks share until then.
 gc.collect()

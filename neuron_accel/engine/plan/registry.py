@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import logging
 import os
 import sys
@@ -19,12 +18,11 @@ from dataclasses import dataclass, field
 from importlib.metadata import Distribution, EntryPoint
 from typing import Any
 
+from neuron_accel.doors import PLUGINS as PLUGIN_GROUP
+from neuron_accel.doors import entry_points, how_to_install, offered_by
 from neuron_accel.engine.plan.planner import module_of
 from neuron_accel.engine.plan.plugin import Claim, PluginSpec, StrategyPlugin, check_contract
 from neuron_accel.errors import PluginError, did_you_mean
-
-PLUGIN_GROUP = "neuron_accel.plugins"
-"""Group of entry points of plugin classes; the name is that of the plugin's spec."""
 
 DEFAULT_OWNER_GROUP = "neuron_accel.default_owners"
 """Group of entry points of default owners of responsibilities; the name is that of the claim."""
@@ -151,7 +149,9 @@ class Registry:
         environ = os.environ if environ is None else environ
         value, strict = environ.get(DISABLE_VARIABLE, ""), _trusts_entry_points_only(environ)
         disabled = [name.strip() for name in value.split(",") if name.strip()]
-        return cls(installed_entry_points(tuple(sys.path)), disabled=disabled, only_entry_points=strict)
+        groups = (PLUGIN_GROUP, DEFAULT_OWNER_GROUP, SWITCH_GROUP)
+        points = [point for group in groups for point in entry_points(group)]
+        return cls(points, disabled=disabled, only_entry_points=strict)
 
     def _entry(self, point: EntryPoint) -> PluginEntry:
         name, version = _distribution(point.dist)
@@ -237,6 +237,8 @@ class Registry:
             self._refuse_disabled(cls.spec.name, name)
             return cls
         entries = [entry for entry in self.entries() if entry.name == name]
+        if not entries and (package := offered_by(PLUGIN_GROUP, name)) is not None:
+            raise PluginError(f"Plugin {name!r} is in a package of its own.", fix=how_to_install(package))
         if not entries:
             raise PluginError(
                 f"There is no plugin {name!r}.",
@@ -329,16 +331,6 @@ class Registry:
         """Returns the distribution and version of a plugin class, or its module. Imports nothing."""
         entry = next((e for e in (*self._installed, *self._default_owners) if e.stands_for(cls)), None)
         return entry.source if entry else module_of(cls)
-
-
-@functools.cache
-def installed_entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Returns the entry points of this project's groups of the distributions that are installed in ``path``, which is
-    ``sys.path``. All distributions are read for them, once for each path."""
-    found = importlib.metadata.entry_points()
-    return tuple(
-        point for group in (PLUGIN_GROUP, DEFAULT_OWNER_GROUP, SWITCH_GROUP) for point in found.select(group=group)
-    )
 
 
 @functools.cache

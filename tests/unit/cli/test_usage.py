@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 from importlib import metadata
 
@@ -39,7 +40,7 @@ def test_help_fits_the_terminal_and_breaks_between_words(arguments, columns, cap
     assert ends(arguments) == 0
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if len(line) > columns] == []
-    source = COMMANDS.get(arguments[0])
+    source = importlib.import_module(COMMANDS[arguments[0]][0]) if arguments[0] in COMMANDS else None
     words = (source.DESCRIPTION + source.EXAMPLES).split() if source else EPILOG.split()
     assert set(words) <= set(shown.split())
 
@@ -47,6 +48,7 @@ def test_help_fits_the_terminal_and_breaks_between_words(arguments, columns, cap
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_listed_once_and_explained(name, capsys):
     (commands,) = [a for a in build_parser()._actions if isinstance(a.choices, dict)]
+    commands.choices[name].load()
     for action in commands.choices[name]._actions:
         assert action.help, action
         assert len(set(action.option_strings)) == len(action.option_strings), action
@@ -108,6 +110,8 @@ def test_former_names_of_options_are_understood_and_not_shown(capsys):
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "num_microbatches", "cache_dir"])
 def test_an_option_has_one_name_in_every_command(option):
     (commands,) = [a for a in build_parser()._actions if isinstance(a.choices, dict)]
+    for parser in commands.choices.values():
+        parser.load()
     actions = [a for parser in commands.choices.values() for a in parser._actions if a.dest == option]
     shown = [a for a in actions if a.help != argparse.SUPPRESS]
     assert len(shown) > 1

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where other distributions add to this one: entry points, and which package offers what is not installed.
+
+Names are listed without importing anything, and imported when they are used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
+from typing import Any
+
+PLUGINS = "neuron_accel.plugins"
+"""Group of entry points of plugin classes; the name is that of the plugin's spec."""
+
+COMMANDS = "neuron_accel.commands"
+"""Group of entry points of commands of ``neuron-accel``: modules with ``DESCRIPTION``, ``EXAMPLES``,
+``add_arguments(parser)`` and ``run(args)``, which returns the exit code."""
+
+NAMES = "names"
+"""No group of entry points: names that ``neuron_accel``, or a module of it that was documented, once had itself."""
+
+PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "neuron-accel-context-parallel": {PLUGINS: ("context_parallel",)},
+    "neuron-accel-expert-parallel": {PLUGINS: ("expert_parallel",)},
+    "neuron-accel-local-sgd": {PLUGINS: ("local_sgd",)},
+    "neuron-accel-lora": {PLUGINS: ("lora",)},
+}
+"""What each package of this project's repository adds."""
+
+
+@functools.cache
+def installed(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Returns the entry points of this project's groups, of the distributions that are installed in ``path``, which is
+    ``sys.path``. All distributions are read for them, once for each path."""
+    found = importlib.metadata.entry_points()
+    return {group: tuple(found.select(group=group)) for group in found.groups if group.startswith("neuron_accel.")}
+
+
+def entry_points(group: str) -> tuple[EntryPoint, ...]:
+    """Returns the installed entry points of a group."""
+    return installed(tuple(sys.path)).get(group, ())
+
+
+def offered_by(group: str, name: str) -> str | None:
+    """Returns the package of this project that offers a name, whether or not it is installed; None if none does."""
+    return next((package for package, offers in PACKAGES.items() if name in offers.get(group, ())), None)
+
+
+def how_to_install(package: str) -> str:
+    """What to do where a package of this project is missing."""
+    return f"install the package {package} of this project; in a clone: pip install ./plugins/{package}"
+
+
+def moved(name: str, asked: str) -> Any:
+    """Returns an object that a package of this project offers and ``neuron_accel`` once had.
+
+    Args:
+        name: its name.
+        asked: the module that is asked for it.
+
+    Raises:
+        AttributeError: if no package offers it.
+        ImportError: if the package is not installed.
+    """
+    package = offered_by(NAMES, name)
+    if package is None:
+        raise AttributeError(f"module {asked!r} has no attribute {name!r}")
+    module = package.replace("-", "_")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ImportError(f"{name} is in a package of its own: {how_to_install(package)}") from None
