@@ -35,6 +35,7 @@ pip would take the newest release there is."""
 PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject.toml"))
 PACKAGE_FOLDERS = [f"./plugins/{package}" for package in PACKAGES]
 PACKAGE_TESTS = [f"plugins/{package}/tests" for package in PACKAGES]
+GUARDS = "./plugins/neuron-accel-guards"
 BESIDE = {"neuron-accel-expert-parallel": ["neuron-accel-lora"]}
 """Further packages with which the tests of one combine it."""
 
@@ -62,6 +63,7 @@ ON_TORCH_2_9 = [
     "plugins/neuron-accel-context-parallel/tests/test_cp_xla.py::test_a_step_is_one_graph_on_every_rank",
     "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_trains_like_one_process_on_xla[ep2]",
     "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_a_step_is_one_graph_on_every_rank",
+    "plugins/neuron-accel-guards/tests/test_guards_xla.py",
     "plugins/neuron-accel-local-sgd/tests/test_local_sgd_conformance.py::TestDiLoCo::test_trains_like_one_process[alone-xla]",
     "plugins/neuron-accel-lora/tests/test_lora_conformance.py::TestLora::test_trains_like_one_process[alone-xla]",
     "plugins/neuron-accel-lora/tests/test_lora_parity.py::test_weights_under_adapters_are_sharded_on_xla_ranks[fully-sharded-xla]",
@@ -243,9 +245,9 @@ def fuzz(session: nox.Session) -> None:
     """Random training programs against one process: nox -s fuzz -- --cases 100 --first 1000 [--seed 17 --shrink]"""
     on_xla = any(argument.endswith("xla") for argument in session.posargs)
     if on_xla:
-        install(session, ".[xla,test]")
+        install(session, ".[xla,test]", GUARDS)
     else:
-        install(session, NATIVE_TORCH, ".[test]")
+        install(session, NATIVE_TORCH, ".[test]", GUARDS)
     session.run("python", "-m", "tests.fuzz", *session.posargs)
 
 
@@ -271,7 +273,7 @@ def chaos(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The site, in docs/_build/html. Its links are followed, and its pages opened in a browser if there is Chromium."""
-    install(session, NATIVE_TORCH, ".[docs]", "selenium>=4.20")
+    install(session, NATIVE_TORCH, ".[docs]", *PACKAGE_FOLDERS, "selenium>=4.20")
     session.run("sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html", *session.posargs)
     session.run("python", "-m", "tests.docs.site", "docs/_build/html")
 

@@ -22,11 +22,14 @@ COMMANDS = "neuron_accel.commands"
 ``add_arguments(parser)`` and ``run(args)``, which returns the exit code."""
 
 NAMES = "names"
-"""No group of entry points: names that ``neuron_accel``, or a module of it that was documented, once had itself."""
+"""No group of entry points: names that ``neuron_accel`` once had itself."""
 
 PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-context-parallel": {PLUGINS: ("context_parallel",)},
     "neuron-accel-expert-parallel": {PLUGINS: ("expert_parallel",)},
+    "neuron-accel-guards": {
+        PLUGINS: ("desync_guard", "finite_guard", "recompile_guard", "replica_check", "sum_check"),
+    },
     "neuron-accel-local-sgd": {PLUGINS: ("local_sgd",)},
     "neuron-accel-lora": {PLUGINS: ("lora",)},
 }
@@ -56,19 +59,20 @@ def how_to_install(package: str) -> str:
     return f"install the package {package} of this project; in a clone: pip install ./plugins/{package}"
 
 
-def moved(name: str, asked: str) -> Any:
-    """Returns an object that a package of this project offers and ``neuron_accel`` once had.
+def moved(name: str, asked: str, package: str | None = None) -> Any:
+    """Returns an object of a package of this project that ``neuron_accel`` once had.
 
     Args:
         name: its name.
         asked: the module that is asked for it.
+        package: the package; by default the one that offers the name.
 
     Raises:
         AttributeError: if no package offers it.
         ImportError: if the package is not installed.
     """
-    package = offered_by(NAMES, name)
-    if package is None:
+    package = package or offered_by(NAMES, name)
+    if package is None or name.startswith("_"):
         raise AttributeError(f"module {asked!r} has no attribute {name!r}")
     module = package.replace("-", "_")
     try:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from neuron_accel.testing.ranks import run_ranks as run_ranks
     from neuron_accel.testing.resources import PeakMemory as PeakMemory
     from neuron_accel.testing.resources import bytes_sent as bytes_sent
+    from neuron_accel.testing.xla_ranks import one_at_a_time as one_at_a_time
 
 _WHERE = {
     "EmulatedInstance": "neuron_ranks",
@@ -49,6 +50,7 @@ _WHERE = {
     "check_graphs": "graphs",
     "compare": "parity",
     "emulated_instance": "neuron_ranks",
+    "one_at_a_time": "xla_ranks",
     "run_ranks": "ranks",
     "train_alone": "parity",
     "train_on_rank": "parity",

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from neuron_accel.doors import PLUGINS, entry_points
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.plan.plugin import StrategyPlugin
+from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.testing.parity import axes_of
 
 MAX_RANKS = 8
@@ -24,16 +27,24 @@ class Composition:
         data: number of data-parallel ranks.
         lazy: whether lazy devices support it.
         sends: whether it needs point-to-point communication.
+        needs: names of plugins of other packages, without which it is left out.
     """
 
     built_in: Callable[[], tuple[StrategyPlugin, ...]]
     data: int = 2
     lazy: bool = True
     sends: bool = False
+    needs: frozenset[str] = frozenset()
+
+    @property
+    def is_installed(self) -> bool:
+        return self.needs <= {point.name for point in entry_points(PLUGINS)}
 
     def exists_on(self, backend: str) -> bool:
-        """Whether ranks of this ``backend`` of ``run_ranks`` support it."""
-        return not (backend == "xla" and not self.lazy) and not (backend == "native" and self.sends)
+        """Whether ranks of this ``backend`` of ``run_ranks`` support it, and its plugins are installed."""
+        return (
+            self.is_installed and not (backend == "xla" and not self.lazy) and not (backend == "native" and self.sends)
+        )
 
     def beside(self, plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...] | None:
         """``plugins`` and the built-in ones; None if a plugin would be in it twice."""
@@ -106,10 +117,17 @@ def _recompute() -> tuple[StrategyPlugin, ...]:
     return (ActivationCheckpointingPlugin(),)
 
 
-def _guards() -> tuple[StrategyPlugin, ...]:
-    from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck, SumCheck
+_GUARDS: Mapping[str, Mapping[str, Any]] = {
+    "desync_guard": {"timeout_s": 30.0},
+    "recompile_guard": {},
+    "replica_check": {"every": 1},
+    "finite_guard": {},
+    "sum_check": {},
+}
 
-    return (DesyncGuard(timeout_s=30.0), RecompileGuard(), ReplicaCheck(every=1), FiniteGuard(), SumCheck())
+
+def _guards() -> tuple[StrategyPlugin, ...]:
+    return tuple(default_registry().get(name)(**options) for name, options in _GUARDS.items())
 
 
 COMPOSITIONS = {
@@ -120,5 +138,5 @@ COMPOSITIONS = {
     "tp2-zero1": Composition(built_in=_tensor_and_zero1),
     "pp2": Composition(built_in=_pipeline, lazy=False, sends=True),
     "recompute": Composition(built_in=_recompute),
-    "guards": Composition(built_in=_guards),
+    "guards": Composition(built_in=_guards, needs=frozenset(_GUARDS)),
 }

@@ -120,7 +120,7 @@ class PluginConformance:
 
     def test_plan_is_independent_of_order(self, plugin: StrategyPlugin) -> None:
         """Plugins in any order give the same plan, or the same error."""
-        for name in COMPOSITIONS:
+        for name in (name for name, what in COMPOSITIONS.items() if what.is_installed):
             plugins, ranks = self._composed(name, plugin)
             plans = {_cases.fingerprint(order, ranks) for order in _orders(plugins)}
             if len(plans) > 1:

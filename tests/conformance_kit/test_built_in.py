@@ -19,7 +19,6 @@ from neuron_accel import (
     TensorParallelPlugin,
     Zero1Plugin,
 )
-from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck, SumCheck
 from neuron_accel.testing import PluginConformance
 
 
@@ -112,36 +111,6 @@ class TestSequenceParallelOverlapping(TestSequenceParallel):
         return SequenceParallelPlugin(overlap_gather=True)
 
     conflicts: ClassVar = {"xla": "cannot be gathered while the layer computes"}
-
-
-class TestDesyncGuard(PluginConformance):
-    @pytest.fixture
-    def plugin(self):
-        return DesyncGuard(timeout_s=30.0)
-
-
-class TestRecompileGuard(PluginConformance):
-    @pytest.fixture
-    def plugin(self):
-        return RecompileGuard(action="raise")
-
-
-class TestReplicaCheck(PluginConformance):
-    @pytest.fixture
-    def plugin(self):
-        return ReplicaCheck(every=1)
-
-
-class TestSumCheck(PluginConformance):
-    @pytest.fixture
-    def plugin(self):
-        return SumCheck()
-
-
-class TestFiniteGuard(PluginConformance):
-    @pytest.fixture
-    def plugin(self):
-        return FiniteGuard()
 
 
 class TestRunReport(PluginConformance):

@@ -7,9 +7,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from tests.guests import guards
+
 TP2 = {"tensor_parallel_size": 2}
 PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
-GUARDS = [{"desync_guard": {"timeout_s": 60.0}}, "recompile_guard", {"replica_check": {"every": 1}}]
+GUARDS = guards({"desync_guard": {"timeout_s": 60.0}}, "recompile_guard", {"replica_check": {"every": 1}})
 
 
 @dataclass(frozen=True, kw_only=True)

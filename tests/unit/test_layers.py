@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "contract": {"engine", "backends", "errors"},
     "models": {"models", "engine", "errors"},
     "lazy": {"lazy", "engine", "checkpoint", "errors"},
-    "strategies": {"strategies", "contract", "models", "lazy", "run_report"},
+    "strategies": {"strategies", "contract", "doors", "models", "lazy", "run_report"},
     "data": {"data", "engine", "backends", "errors"},
     "neuron": {"neuron", "engine", "backends", "storage", "errors"},
     "checkpoint": {"checkpoint", "lazy", "engine", "backends", "storage", "errors"},

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from neuron_accel.cli.main import main
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import PlanError, UsageError
 from neuron_accel.planning.script import count_training
 
@@ -167,11 +170,18 @@ def test_a_trainer_is_counted(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_guards_are_left_out_and_nothing_is_saved_or_loaded(tmp_path):
+@dataclass(frozen=True, kw_only=True)
+class LooksAtValues(StrategyPlugin):
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="looks", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+    )
+
+
+def test_what_looks_at_values_is_left_out_and_nothing_is_saved_or_loaded(tmp_path):
     def train():
         from neuron_accel import NeuronAccelerator
 
-        accelerator = NeuronAccelerator(config={"plugins": ["desync_guard", "finite_guard", "replica_check"]})
+        accelerator = NeuronAccelerator(plugins=[LooksAtValues()])
         model = nn.Linear(8, 8)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         assert not accelerator.load_state(resume="latest")

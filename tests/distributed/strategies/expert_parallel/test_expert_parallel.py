@@ -15,10 +15,11 @@ from tests.distributed.strategies.expert_parallel.mixture import (
     batches,
     some_unused,
 )
+from tests.guests import guards
 
 EP2 = ExpertParallelPlugin(size=2)
 SHARDED = FullyShardedPlugin(modules="experts")
-ZERO1, GUARDS = Zero1Plugin(), [{"replica_check": {"every": 1}}, "desync_guard"]
+ZERO1, GUARDS = Zero1Plugin(), guards({"replica_check": {"every": 1}}, "desync_guard")
 CLIPPED = Training(max_norm=0.05)
 
 

@@ -10,6 +10,7 @@ from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import Training, assert_parallel_equivalence
 from tests.distributed.models import MODELS, token_batches
 from tests.distributed.strategies.zero1.test_zero1 import OPTIMIZERS
+from tests.guests import guards
 
 
 def sharded(**options):
@@ -17,6 +18,7 @@ def sharded(**options):
 
 
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+GUARDS = guards("desync_guard", "finite_guard", {"replica_check": {"every": 1}})
 COMPOSITIONS = {
     "3-dp2-accumulates": ("llama", [sharded()], 2, 2),
     "3-dp4-tied": ("gpt2-tied", [sharded()], 4, 1),
@@ -41,7 +43,7 @@ COMPOSITIONS = {
         2,
         1,
     ),
-    "3-dp2-guards": ("llama", [sharded(), "desync_guard", "finite_guard", {"replica_check": {"every": 1}}], 2, 1),
+    "3-dp2-guards": ("llama", [sharded(), *GUARDS], 2, 1),
     "3-tp2-dp2": ("llama", [TP2, sharded()], 4, 1),
     "3-tp2-sp-dp2": ("llama-tied", [TP2, "sequence_parallel", sharded()], 4, 1),
     "2-tp2-sp-dp2": ("gpt2-tied", [TP2, "sequence_parallel", sharded(reshard_after_forward=False)], 4, 2),

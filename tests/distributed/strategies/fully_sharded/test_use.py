@@ -560,6 +560,7 @@ def chooses():
 
 
 def test_a_unit_that_one_rank_alone_runs_is_named_by_the_guard():
+    pytest.importorskip("neuron_accel_guards")
     with pytest.raises(RanksError) as raised:
         run_ranks(chooses, 2)
     assert any(isinstance(error, DesyncError) for error in raised.value.errors.values())

@@ -27,6 +27,7 @@ from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import
     shard,
     step,
 )
+from tests.guests import guards
 from tests.sweeps.tiny import tiny_model
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ COMPOSITIONS = {
     "dp2-fully-sharded": (4, [TP2, OVERLAPPING, "fully_sharded"], 1),
     "pp2-recomputes": (4, [TP2, OVERLAPPING, RECOMPUTE, pipeline()], 1),
     "pp2-zero-bubble": (4, [TP2, OVERLAPPING, RECOMPUTE, pipeline(schedule="zero-bubble")], 1),
-    "guards": (2, [TP2, OVERLAPPING, "finite_guard", "replica_check", "sum_check"], 1),
+    "guards": (2, [TP2, OVERLAPPING, *guards("finite_guard", "replica_check", "sum_check")], 1),
 }
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from neuron_accel.testing import assert_parallel_equivalence, run_ranks
 from neuron_accel.testing.parity import Training
 from tests.distributed.models import llama, token_batches
+from tests.guests import guards
 
 DELAY, COMPUTE = 3.0, 1.0
 """What a bucket takes on the network, and a block in its forward pass, on a clock that nothing but these moves."""
@@ -257,7 +258,7 @@ COMPOSITIONS = {
     "tp2-dp2": (4, [TP, OVERLAPPING], 1),
     "tp2-sp-dp2-recomputes": (4, [TP, "sequence_parallel", "activation_checkpointing", OVERLAPPING], 2),
     "pp2-dp2": (4, [{"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 2}}, OVERLAPPING], 1),
-    "guards": (2, [OVERLAPPING, "finite_guard", "replica_check", "sum_check"], 1),
+    "guards": (2, [OVERLAPPING, *guards("finite_guard", "replica_check", "sum_check")], 1),
 }
 
 
@@ -312,11 +313,13 @@ def count_waiting(kind):
     if kind == "a plugin that does not say when it reads weights":
         plugins = [of_a_third_party("gathered-weights")]
     if kind == "a plugin that reads weights in passes":
-        from neuron_accel.strategies.guards import FiniteGuard, RecompileGuard
+        plugins = [of_a_third_party("weights-in-passes")]
+    if kind == "guards":
+        from neuron_accel_guards import FiniteGuard, RecompileGuard
 
-        plugins = [of_a_third_party("weights-in-passes"), FiniteGuard(), RecompileGuard()]
+        plugins = [FiniteGuard(), RecompileGuard()]
     if kind == "replica check":
-        from neuron_accel.strategies.guards import ReplicaCheck
+        from neuron_accel_guards import ReplicaCheck
 
         plugins = [ReplicaCheck()]
     accelerator, model, optimizer, network = prepare(True, plugins)
@@ -327,11 +330,14 @@ def count_waiting(kind):
     return network.waiting
 
 
-def test_plugins_that_read_weights_in_passes_leave_it_on():
-    assert min(run_ranks(count_waiting, 2, "a plugin that reads weights in passes")) > 0
+@pytest.mark.parametrize("kind", ["a plugin that reads weights in passes", *guards("guards")])
+def test_plugins_that_read_weights_in_passes_leave_it_on(kind):
+    assert min(run_ranks(count_waiting, 2, kind)) > 0
 
 
-@pytest.mark.parametrize("kind", ["replica check", "compiled", "a plugin that does not say when it reads weights"])
+@pytest.mark.parametrize(
+    "kind", [*guards("replica check"), "compiled", "a plugin that does not say when it reads weights"]
+)
 def test_weights_are_gathered_at_the_end_of_the_step(kind):
     assert run_ranks(count_waiting, 2, kind) == [0, 0]
 

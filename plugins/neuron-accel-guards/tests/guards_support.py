@@ -12,9 +12,33 @@ from typing import ClassVar
 import torch
 
 from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
-from tests.distributed.models import MODELS, VOCABULARY, token_batches
 
+VOCABULARY = 96
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+
+
+def llama(tied=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            initializer_range=0.1,
+        )
+    )
+
+
+def token_batches(count, *, size=4, length=12):
+    generator = torch.Generator().manual_seed(7)
+    ids = [torch.randint(VOCABULARY, (size, length), generator=generator) for _ in range(count)]
+    return [{"input_ids": each, "labels": each.clone()} for each in ids]
 
 
 class Bigrams(torch.nn.Module):
@@ -41,13 +65,13 @@ def train(plugins, guards, *, fault="", steps=5, backend=None, accumulation=1, e
         what the recompile guard said, how many graphs it counted, and the losses.
     """
     from neuron_accel import NeuronAccelerator
-    from neuron_accel.testing.xla_ranks import one_at_a_time
+    from neuron_accel.testing import one_at_a_time
 
     config = {"plugins": [*plugins, *guards], "gradient_accumulation_steps": accumulation}
     accelerator = NeuronAccelerator(config=config | ({"backend": backend} if backend else {}))
     with one_at_a_time() if backend == "xla" else contextlib.nullcontext():
         torch.manual_seed(0)
-        model = MODELS["llama"]() if TP2 in plugins else Bigrams()
+        model = llama() if TP2 in plugins else Bigrams()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     guilty = every_rank or accelerator.run.backend.rank == 1
@@ -139,9 +163,10 @@ def train_with_nan(plugins, action, *, steps=5, accumulation=1, at=None, left_ou
         warnings, steps said to be skipped, their number by the guard, learning rates after each step, the weights, and
         which parameter was NaN on this rank.
     """
+    from neuron_accel_guards import FiniteGuard
+
     from neuron_accel import NeuronAccelerator
-    from neuron_accel.strategies.guards import FiniteGuard
-    from neuron_accel.testing.xla_ranks import one_at_a_time
+    from neuron_accel.testing import one_at_a_time
 
     plant, guards = PlantsNaN(), [FiniteGuard(action=action)] if action else []
     config = {"plugins": plugins, "gradient_accumulation_steps": accumulation}
@@ -149,7 +174,7 @@ def train_with_nan(plugins, action, *, steps=5, accumulation=1, at=None, left_ou
     sharded = any("model_parallelism" in plugin for plugin in plugins if isinstance(plugin, dict))
     with one_at_a_time() if backend == "xla" else contextlib.nullcontext():
         torch.manual_seed(0)
-        model = MODELS["llama"]() if sharded else Bigrams()
+        model = llama() if sharded else Bigrams()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -20,7 +20,7 @@ from neuron_accel.contract import (
     PluginSpec,
     StrategyPlugin,
 )
-from neuron_accel.strategies.guards.replicas import Part, part_of, replica_of
+from neuron_accel_guards.replicas import Part, part_of, replica_of
 
 if TYPE_CHECKING:
     from neuron_accel.contract import ParameterRecord, PreparedModel, Run

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from guards_support import Bigrams, token_batches
 
 from neuron_accel.contract import CollectiveObserver, Phase, PluginSpec, StrategyPlugin
-from tests.distributed.models import token_batches
-from tests.distributed.strategies.guards.guards_support import Bigrams
 
 
 def flip(tensor: torch.Tensor, bit: int = 22, index: int = 3) -> None:
@@ -100,9 +99,10 @@ def train(
     plugins, what="", *, rank=1, step=3, bit=29, steps=6, every=None, backend=None, clip=False, dtype=None, lr=1e-2
 ):
     """Returns the number of collectives and of bytes of the last step, and the graphs compiled."""
+    from neuron_accel_guards import SumCheck
+
     from neuron_accel import NeuronAccelerator
-    from neuron_accel.strategies.guards import SumCheck
-    from neuron_accel.testing.xla_ranks import one_at_a_time
+    from neuron_accel.testing import one_at_a_time
 
     guards: list[Any] = [SumCheck(every=every)] if every != 0 else []
     planted = [Corrupts(what=what, rank=rank, step=step, bit=bit)] if what else []
@@ -133,8 +133,9 @@ def train(
 
 def train_with_uneven_inputs(plugins):
     """Rank 1 has fewer batches than rank 0, and takes part in its sums with zeros."""
+    from neuron_accel_guards import SumCheck
+
     from neuron_accel import NeuronAccelerator
-    from neuron_accel.strategies.guards import SumCheck
 
     accelerator = NeuronAccelerator(plugins=[SumCheck()], config={"plugins": plugins})
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
+import neuron_accel
 from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, RecompileError, StrategyPlugin
 
 if TYPE_CHECKING:
@@ -230,8 +231,8 @@ class GraphWatch:
 Signature = dict[str, str]
 """Dtype and shape of a tensor, or the value of another input, by the name of the input."""
 
-_OURS = str(Path(__file__).resolve().parents[2])
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch,) if module.__file__)
+_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (neuron_accel, torch) if module.__file__)
+_OURS = (str(Path(__file__).parent), *_LIBRARIES)
 
 
 def signature_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
@@ -286,11 +287,11 @@ def nearest(signature: Signature, known: list[Signature]) -> Signature:
 
 
 def place_in_users_code() -> str:
-    """Returns the innermost frame outside of this package and torch, as ``"train.py:31"``."""
+    """Returns the innermost frame outside of this package, neuron_accel and torch, as ``"train.py:31"``."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_OURS, "<", *_LIBRARIES)):
+        if not path.startswith(("<", *_OURS)):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "an unknown place"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import guards_corruption as corruption
 import pytest
+from guards_support import train, train_with_nan
 
-from neuron_accel.errors import CorruptionError, DesyncError, NonFiniteError, PlanError, RecompileError
+from neuron_accel.contract import CorruptionError, DesyncError, NonFiniteError, PlanError, RecompileError
 from neuron_accel.testing import RanksError, run_ranks
-from tests.distributed.strategies.guards import corruption
-from tests.distributed.strategies.guards.guards_support import train, train_with_nan
 
+pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")
 GUARDS = ["recompile_guard", {"desync_guard": {"timeout_s": 60}}]
 
 
@@ -62,7 +65,7 @@ def test_different_collectives_are_found_before_anything_is_executed():
 def train_with_nan_on_xla(*args, **kwargs):
     import torch_xla.debug.metrics as met
 
-    from neuron_accel.testing.xla_ranks import one_at_a_time
+    from neuron_accel.testing import one_at_a_time
 
     found = train_with_nan(*args, backend="xla", **kwargs)
     with one_at_a_time():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from guards_corruption import flip, train, train_with_uneven_inputs
+from neuron_accel_guards.sums import Projection, beyond_rounding, bits
 
-from neuron_accel.errors import CorruptionError
-from neuron_accel.strategies.guards.sums import Projection, beyond_rounding, bits
+from neuron_accel.contract import CorruptionError
 from neuron_accel.testing import RanksError, run_ranks
-from tests.distributed.strategies.guards.corruption import flip, train, train_with_uneven_inputs
 
 STRATEGIES = {"dp": [], "zero1": ["zero1"], "fully sharded": [{"fully_sharded": {"modules": "head"}}]}
 

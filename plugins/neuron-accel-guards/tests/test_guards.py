@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
+from guards_support import TP2, Bigrams, llama, token_batches, train, train_with_nan
+from neuron_accel_guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
 
-from neuron_accel.errors import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, RecompileError
-from neuron_accel.strategies.guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
+from neuron_accel.contract import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, RecompileError
 from neuron_accel.testing import RanksError, run_ranks
-from tests.distributed.strategies.guards.guards_support import TP2, train, train_with_nan
 
 ALL = ["recompile_guard", {"desync_guard": {"timeout_s": 20}}, {"replica_check": {"every": 2}}, "finite_guard"]
 
@@ -45,11 +45,10 @@ def train_pipeline(plugins):
     import torch
 
     from neuron_accel import NeuronAccelerator
-    from tests.distributed.models import MODELS, token_batches
 
     accelerator = NeuronAccelerator(config={"plugins": plugins})
     torch.manual_seed(0)
-    model = MODELS["gpt2-tied"]()
+    model = llama(tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     for batch in token_batches(2):
@@ -227,7 +226,6 @@ def unfreeze_and_resume(folder):
     """A parameter that is unfrozen later is watched, each of two optimizers is judged by its own gradients, and counts
     are in checkpoints."""
     from neuron_accel import NeuronAccelerator
-    from tests.distributed.strategies.guards.guards_support import Bigrams
 
     def start():
         accelerator = NeuronAccelerator(plugins=[FiniteGuard(action="skip")])
