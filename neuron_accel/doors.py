@@ -21,6 +21,9 @@ COMMANDS = "neuron_accel.commands"
 """Group of entry points of commands of ``neuron-accel``: modules with ``DESCRIPTION``, ``EXAMPLES``,
 ``add_arguments(parser)`` and ``run(args)``, which returns the exit code."""
 
+CHECKPOINT_READERS = "neuron_accel.checkpoint_readers"
+"""Group of entry points of functions that find checkpoints of other libraries (``checkpoint/tools/foreign.py``)."""
+
 NAMES = "names"
 """No group of entry points: names that ``neuron_accel`` once had itself."""
 
@@ -32,6 +35,7 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "neuron-accel-local-sgd": {PLUGINS: ("local_sgd",)},
     "neuron-accel-lora": {PLUGINS: ("lora",)},
+    "neuron-accel-migrate": {CHECKPOINT_READERS: ("neuronx",)},
 }
 """What each package of this project's repository adds."""
 
@@ -52,6 +56,12 @@ def entry_points(group: str) -> tuple[EntryPoint, ...]:
 def offered_by(group: str, name: str) -> str | None:
     """Returns the package of this project that offers a name, whether or not it is installed; None if none does."""
     return next((package for package, offers in PACKAGES.items() if name in offers.get(group, ())), None)
+
+
+def not_installed(group: str) -> list[str]:
+    """Returns the packages of this project that add to a group, and of which nothing is installed."""
+    names = {point.name for point in entry_points(group)}
+    return [package for package, offers in PACKAGES.items() if group in offers and not names & {*offers[group]}]
 
 
 def how_to_install(package: str) -> str:

@@ -14,9 +14,8 @@ Write the model of a checkpoint as a standard folder of transformers: original n
 size, configuration and tokenizer beside them. Needs no accelerator and a few megabytes of memory, however large
 the model is.
 
-Checkpoints of optimum-neuron and neuronx-distributed are read too, with neither of them installed, and without
-running code that their pickled files may contain: weights, not optimizer state. neuronx-distributed does not write
-how tensors are sharded: give --config.
+With the package neuron-accel-migrate, checkpoints of optimum-neuron and neuronx-distributed are read too: weights,
+not optimizer state. neuronx-distributed does not write how tensors are sharded: give --config.
 """
 EXAMPLES = """\
 examples:
@@ -56,13 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="the model's config.json, or its folder, for a checkpoint of neuronx-distributed",
+        help="the model's config.json, or its folder, for a checkpoint that has none, as of neuronx-distributed",
     )
     parser.add_argument(
         "--no-verify",
         action="store_true",
-        help="do not check checksums first; of optimum-neuron and neuronx-distributed, do not check that replicas are "
-        "equal",
+        help="do not check checksums first; in a checkpoint of another library, do not check that replicas are equal",
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 

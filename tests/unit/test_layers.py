@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "strategies": {"strategies", "contract", "doors", "models", "lazy", "run_report"},
     "data": {"data", "engine", "backends", "errors"},
     "neuron": {"neuron", "engine", "backends", "storage", "errors"},
-    "checkpoint": {"checkpoint", "lazy", "engine", "backends", "storage", "errors"},
+    "checkpoint": {"checkpoint", "lazy", "engine", "backends", "storage", "doors", "errors"},
     "loop": BELOW_FACES,
     "standalone": {"strategies", "engine", "backends", "errors"},
     "accelerator": {"loop", "lazy", "data", "checkpoint", "neuron", "engine", "backends", "storage", "errors"},
@@ -234,7 +234,7 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
 @pytest.mark.parametrize("folder", [PACKAGE, *sorted(ROOT.glob("plugins/*/src"))], ids=lambda path: path.parent.name)
 def test_no_files_import_each_other_but_plugin_and_run(folder):
     graph = import_graph(folder, ROOT if folder == PACKAGE else folder)
-    assert len(graph) > 3
+    assert len(graph) > 2
     if folder == PACKAGE:
         plugin, run = ALLOWED_CIRCLE
         assert {plugin, run} <= set(circles(graph))

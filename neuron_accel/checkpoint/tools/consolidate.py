@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Consolidates a checkpoint of any mesh into a standard folder of transformers, a few megabytes at a time.
 
-Checkpoints of neuronx-distributed and optimum-neuron are read too; see ``checkpoint/format/neuronx.py``.
+Checkpoints of other libraries are read by packages, through the door ``neuron_accel.checkpoint_readers``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.checkpoint.format import neuronx
 from neuron_accel.checkpoint.format.files import Extent, Files, failure, read_bytes
 from neuron_accel.checkpoint.format.index import (
     index_checkpoint,
@@ -37,6 +36,7 @@ from neuron_accel.checkpoint.format.manifest import (
 )
 from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
 from neuron_accel.checkpoint.format.tensorfile import encode_header, read_header
+from neuron_accel.checkpoint.tools.foreign import find_foreign
 from neuron_accel.checkpoint.tools.output import Output
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _FORMS = {"safetensors": ("model", ".safetensors"), "pytorch": ("pytorch_model", ".bin")}
 _BLOCK = 1 << 20  # fits into a core's cache
-_BESIDE = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.*", "merges.txt", "*.jinja"),
-)
 _SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 Progress = Callable[[int, int], None]
 """Is called with the number of bytes done and the total number of bytes."""
@@ -100,17 +96,18 @@ def consolidate(
     is removed.
 
     Args:
-        folder: the checkpoint, or the folder of its model's shards; also one of neuronx-distributed or optimum-neuron.
+        folder: the checkpoint, or the folder of its model's shards; also one of another library, if a package
+            reads it.
         output: the folder to create; if it exists, it must not contain weights, but for those of an earlier call that
             was interrupted, which are removed.
         form: ``"safetensors"`` or ``"pytorch"``.
         max_shard_size: maximum size of a file of weights in bytes; a larger tensor gets a file of its own.
         verify: whether to compare the model's files with their checksums. If they differ, the written files are
-            removed. In a checkpoint of neuronx-distributed or optimum-neuron, which have none, whether ranks that
-            hold the same elements must hold the same values.
+            removed. In a checkpoint of another library, whether ranks that hold the same elements must hold the same
+            values.
         replica: the replica whose copy is written, if the checkpoint has a copy for each replica.
         model: number of the model to write, if the checkpoint has several; None for the only one that is trained.
-        config: folder with the model's ``config.json``, for a checkpoint of neuronx-distributed, which has none.
+        config: folder with the model's ``config.json``, for a checkpoint of another library that has none.
         progress: is called with the bytes written so far and the total.
         say: is called with a sentence if the checkpoint has further models, which are left out.
         files: performs the operations on files.
@@ -124,21 +121,24 @@ def consolidate(
     """
     files = files or Files("consolidate")
     folder = checkpoint_folder(folder)
-    if isinstance(folder, Path) and not has_manifest(folder) and (found := neuronx.find(folder)):
+    if isinstance(folder, Path) and not has_manifest(folder) and (found := find_foreign(folder)):
         if model:
             raise CheckpointError(
                 f"The checkpoint has no model {model}.",
                 where=str(found.home),
-                why="checkpoints of optimum-neuron and neuronx-distributed have one model, 0",
+                why="a checkpoint of another library has one model, 0",
                 fix="leave the number out",
             )
-        return _consolidate_neuronx(found, output, form, max_shard_size, verify, replica, config, progress, files)
+        if replica:
+            raise _no_replica(replica, 1, found.home)
+        foreign = found.tensors(config, compare=verify)
+        return _write(foreign, found.beside(config), output, form, max_shard_size, progress, files)
     manifest = read_manifest(folder)
     if config is not None:
         raise CheckpointError(
             "The checkpoint describes its own tensors; a configuration of the model is not needed.",
             where=str(folder),
-            fix="leave it out: it is for checkpoints of neuronx-distributed",
+            fix="leave it out: it is for checkpoints of other libraries",
         )
     for relative in manifest.of_kind("auxiliary"):
         check_file(folder, relative, manifest.files[relative])
@@ -163,32 +163,6 @@ def consolidate(
         say(f"model {name_models([number], described)} is written{without}; left out: {others}")
     with checked_meanwhile(folder, manifest, (kind_of("model", replica),) if verify else ()) as check:
         return _write(tensors, beside, output, form, max_shard_size, progress, files, check)
-
-
-def _consolidate_neuronx(
-    found: neuronx.Found,
-    output: Location,
-    form: str,
-    max_shard_size: int,
-    verify: bool,
-    replica: int,
-    config: Path | None,
-    progress: Progress,
-    files: Files,
-) -> list[Location]:
-    """Writes the model of a checkpoint of neuronx-distributed or optimum-neuron."""
-    if replica:
-        raise _no_replica(replica, 1, found.home)
-    tensors = sorted(neuronx.tensors_of(found, config, compare=verify), key=lambda tensor: tensor.name)
-    if not tensors:
-        raise CheckpointError("The checkpoint contains no model.", where=str(found.home))
-    beside: dict[str, Location] = {
-        path.name: path for pattern in _BESIDE for path in sorted(found.home.glob(pattern)) if path.is_file()
-    }
-    beside = {name: locate(found.home, name) for name in beside}
-    if config is not None:
-        beside["config.json"] = config / "config.json"
-    return _write(tensors, beside, output, form, max_shard_size, progress, files)
 
 
 def _chosen(

@@ -6,22 +6,22 @@ The folders are made here, after the public sources of neuronx-distributed 0.18 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
 import types
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
-from neuron_accel.checkpoint.tools.consolidate import consolidate
-from neuron_accel.cli.main import main
-from neuron_accel.errors import CheckpointError
-
-transformers = pytest.importorskip("transformers")
+from neuron_accel.contract import CheckpointError
 
 HEADS, KEY_VALUE, HEAD, HIDDEN, INNER, TENSOR, STAGES = 8, 2, 4, 32, 24, 4, 2
 MULTIPLIER = TENSOR // KEY_VALUE
@@ -64,6 +64,26 @@ def reference(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules[names[-1]].TensorReference = TensorReference
     return TensorReference
+
+
+# ---- neuron-accel consolidate ----------------------------------------------------------------------------------------
+def consolidate(
+    folder: Path, output: Path, *, config: Path | None = None, verify: bool = True, replica: int = 0
+) -> str:
+    """Runs the command and returns what it prints.
+
+    Raises:
+        CheckpointError: if it refuses the checkpoint, with its message.
+    """
+    (script,) = metadata.entry_points(group="console_scripts", name="neuron-accel")
+    options = [*(["--config", str(config)] if config else []), *([] if verify else ["--no-verify"])]
+    words = ["consolidate", "-q", *options, "--replica", str(replica), str(folder), str(output)]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = script.load()(words)
+    if code:
+        raise CheckpointError(err.getvalue())
+    return out.getvalue()
 
 
 # ---- What a rank writes ----------------------------------------------------------------------------------------------
@@ -270,15 +290,14 @@ def test_neuronx_distributed(tmp_path, state, config, reference, xser, options):
     assert (tmp_path / "new" / "config.json").read_bytes() == (tmp_path / "config" / "config.json").read_bytes()
 
 
-def test_the_first_layout_of_neuronx_distributed_through_the_command(tmp_path, state, config, capsys):
+def test_the_first_layout_of_neuronx_distributed(tmp_path, state, config):
     for stage in range(STAGES):
         for rank in range(TENSOR):
             path = tmp_path / "old" / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}" / "checkpoint.pt"
             write(path, shards_of(state, stage, rank), around=lambda model: {"model": model, "step": 5})
     config.save_pretrained(tmp_path / "config")
-    given = str(tmp_path / "config" / "config.json")
-    assert main(["consolidate", "-q", "--config", given, str(tmp_path / "old"), str(tmp_path / "new")]) == 0
-    assert "1 file of weights" in capsys.readouterr().out
+    said = consolidate(tmp_path / "old", tmp_path / "new", config=tmp_path / "config" / "config.json")
+    assert "1 file of weights" in said
     expect(state, tmp_path / "new")
 
 

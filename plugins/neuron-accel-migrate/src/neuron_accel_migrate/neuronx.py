@@ -39,13 +39,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.checkpoint.format.files import failure, read_bytes
-from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, locate
-from neuron_accel.checkpoint.format.pickled import is_mapped, read_containers
-from neuron_accel.checkpoint.format.source import Bytes, SourceTensor
-from neuron_accel.checkpoint.format.tensorfile import item_size
-from neuron_accel.engine.sharding.layout import Layout
-from neuron_accel.errors import CheckpointError
+from neuron_accel.contract import CheckpointError
+from neuron_accel_migrate.files import TensorReference, check_inside, read_saved, unreadable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,16 +56,10 @@ _HEADS = re.compile(r"(?P<module>.*)\.qkv_proj\.(?P<what>weight|bias)_(?P<part>q
 _PARTS = ("q", "k", "v", "qkv")
 _SIZES = ("q", "kv", "kv")
 _COMPUTED = ("rotary_emb.inv_freq",)
+_OLDEST = "tensor_parallel_shards"
 _LARGEST_JSON = 256 << 20
 _MOST_OPEN = 512
 _log = logging.getLogger(__name__)
-
-
-class TensorReference:
-    """Placeholder for the class of this name in ``torch_xla.utils.serialization``: a reference to a tensor in another
-    file."""
-
-    tid: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +117,7 @@ class ShardFiles:
         Raises:
             CheckpointError: if it is missing, is not in the folder, is damaged, or reading it would run code.
         """
-        locate(self._home, str(path.relative_to(self._home)))
+        check_inside(self._home, path)
         if not path.is_file():
             raise CheckpointError(
                 f"{path.name!r} is missing.",
@@ -136,11 +125,7 @@ class ShardFiles:
                 why="the checkpoint is incomplete, or was saved without weights (avoid_saving_lower_precision_weights)",
                 fix="copy the missing file, or use another checkpoint",
             )
-        if not is_mapped(path):
-            raise CheckpointError(
-                f"{path.name!r} is not a file that torch.save has written since torch 1.6.", where=str(path)
-            )
-        return read_containers(path, {"torch_xla.utils.serialization.TensorReference": TensorReference})
+        return read_saved(path)
 
     def shards(self, path: Path, contents: Mapping[Any, Any]) -> dict[str, Shard]:
         """Returns the shards in a rank's dict of tensors or references, by name.
@@ -164,7 +149,6 @@ class ShardFiles:
                 key = name
                 tensor = held[name] = _checked(value, path, name)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            item_size(dtype)
             result[name] = Shard(path=source, key=key, shape=tuple(tensor.shape), dtype=dtype)
         return result
 
@@ -173,7 +157,7 @@ class ShardFiles:
         import torch
 
         tensor = self._alone(shard.path) if shard.key is None else self._dicts[shard.path][shard.key]
-        size = item_size(shard.dtype)
+        size = tensor.element_size()
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
         return tensor.view(integers).numpy().view(f"u{size}")
 
@@ -186,16 +170,21 @@ class ShardFiles:
 
 
 @dataclass(kw_only=True)
-class MergedTensor(SourceTensor):
+class MergedTensor:
     """A tensor of the original model that is read from the shards of several ranks.
 
     Args:
+        name: its name in the original model.
+        shape, dtype: of the full tensor; the name of the dtype is without prefix.
         dim: along which it is merged.
         segments: cover it along ``dim``; a copy comes after the segment that it repeats.
         source: the files.
         compare: whether copies must be equal.
     """
 
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
     dim: int
     segments: list[Segment]
     source: ShardFiles
@@ -212,43 +201,36 @@ class MergedTensor(SourceTensor):
             if segment.start != end:
                 break
             end = segment.start + segment.size
-        if end != (self.layout.shape or (1,))[self.dim]:
+        if end != (self.shape or (1,))[self.dim]:
             raise CheckpointError(
-                f"The shards of {self.name!r} do not add up to shape {self.layout.shape}.",
+                f"The shards of {self.name!r} do not add up to shape {self.shape}.",
                 where=", ".join(sorted({str(segment.shard.path) for segment in self.segments})),
                 fix="use another checkpoint, or the configuration of this model",
             )
         for segment in self.segments:
-            expected = list(self.layout.shape or (1,))
+            expected = list(self.shape or (1,))
             expected[self.dim] = found = (segment.shard.shape or (1,))[self.dim]
             if list(segment.shard.shape or (1,)) != expected or segment.shard.offset + segment.size > found:
                 raise _wrong_shape(segment.shard, f"{tuple(expected)} is needed for {self.name!r}")
-            if segment.shard.dtype != self.layout.dtype:
+            if segment.shard.dtype != self.dtype:
                 raise CheckpointError(
-                    f"The shards of {self.name!r} have dtypes {self.layout.dtype} and {segment.shard.dtype}.",
+                    f"The shards of {self.name!r} have dtypes {self.dtype} and {segment.shard.dtype}.",
                     where=str(segment.shard.path),
                 )
 
-    def extents(self) -> None:
-        return None
+    def read(self, out: np.ndarray, start: int) -> None:
+        """Reads full rows of the full tensor.
 
-    def read(
-        self,
-        files: Bytes,
-        layout: Layout,
-        at: Mapping[str, int],
-        out: np.ndarray,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> None:
-        """Reads full rows of the full tensor; see :meth:`SourceTensor.read`.
+        Args:
+            out: receives elements from ``start`` on: 1-D, unsigned integers of the size of an element.
+            start: number of the first element.
 
         Raises:
             CheckpointError: if ranks that hold the same elements hold different values.
         """
         import numpy as np
 
-        shape = self.layout.shape or (1,)
+        shape = self.shape or (1,)
         row = math.prod(shape[1:])
         first = start // row
         rows = out.reshape(-1, *shape[1:])
@@ -267,7 +249,7 @@ class MergedTensor(SourceTensor):
                 into = rows[box]
                 there = [slice(low, high), *among, slice(begin + shift, end + shift)]
             stored = self.source.words(segment.shard)
-            values = (stored if self.layout.shape else stored.reshape(1))[tuple(there)]
+            values = (stored if self.shape else stored.reshape(1))[tuple(there)]
             if not segment.copy:
                 into[...] = values
             elif self.compare and not np.array_equal(into, values):
@@ -342,13 +324,18 @@ class Merge:
             raise _wrong_shape(
                 segments[0].shard, f"the shards merge to {tuple(found)}, and {name!r} has shape {tuple(shape)}"
             )
-        layout = Layout(shape=tuple(found), dtype=segments[0].shard.dtype)
         tensor = MergedTensor(
-            name=name, layout=layout, dim=dim, segments=segments, source=self.source, compare=self.compare
+            name=name,
+            shape=tuple(found),
+            dtype=segments[0].shard.dtype,
+            dim=dim,
+            segments=segments,
+            source=self.source,
+            compare=self.compare,
         )
         if before := self.tensors.get(name):
-            if (before.layout, before.dim) != (layout, dim):
-                raise _wrong_shape(segments[0].shard, f"another stage has {name!r} with shape {before.layout.shape}")
+            if (before.shape, before.dtype, before.dim) != (tensor.shape, tensor.dtype, dim):
+                raise _wrong_shape(segments[0].shard, f"another stage has {name!r} with shape {before.shape}")
             tensor.segments = [*before.segments, *(replace(segment, copy=True) for segment in segments)]
         tensor.check()
         self.tensors[name] = tensor
@@ -385,6 +372,10 @@ class Found:
     files: Mapping[tuple[int, int], Path]
     metadata: Path
 
+    def tensors(self, config: Path | None, *, compare: bool) -> list[MergedTensor]:
+        """See :func:`tensors_of`."""
+        return tensors_of(self, config, compare=compare)
+
 
 def find(folder: Path) -> Found | None:
     """Returns the shards in a folder: the checkpoint, a tag in it, or the folder of shards; None if it has none.
@@ -395,11 +386,11 @@ def find(folder: Path) -> Found | None:
     folder = folder.resolve()
     if not folder.is_dir():
         return None
-    nested = ("", "model", "shards/model", MODEL_FOLDER)
+    nested = ("", "model", "shards/model", _OLDEST)
     for inside in (folder / name for name in nested):
         if files := _rank_files(inside):
             root = inside.parent if inside.name == "model" else inside
-            home = root.parent if root.name in ("shards", MODEL_FOLDER) else root
+            home = root.parent if root.name in ("shards", _OLDEST) else root
             if (root / "checkpoint").is_file() and not (root / "done").is_file():
                 raise CheckpointError(
                     "The checkpoint is not complete: it has no file 'done'.",
@@ -555,13 +546,13 @@ def _metadata(found: Found, stage: int, source: ShardFiles) -> tuple[Path, dict[
 
 
 def _json(home: Path, path: Path) -> Any:
-    locate(home, str(path.relative_to(home)))
+    check_inside(home, path)
     try:
         if path.stat().st_size > _LARGEST_JSON:
             raise ValueError(f"it has more than {_LARGEST_JSON} bytes")
-        return json.loads(read_bytes(path).decode())
+        return json.loads(path.read_bytes())
     except OSError as error:
-        raise failure("read", path, error) from error
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise _invalid(path, str(error) or type(error).__name__) from error
 
