@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     # optimizers: copies for other parameters, their properties, and their state in terms of the original parameters
     from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
-    from neuron_accel.engine.optim.flat_step import FlatStep
     from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
     from neuron_accel.engine.optim.held import state_of
     from neuron_accel.engine.optim.norms import (
@@ -173,7 +172,6 @@ _NAMES = {
         "needs_closure",
         "why_not_elementwise",
     ),
-    "engine.optim.flat_step": ("FlatStep",),
     "engine.optim.full_parameter": ("FullParameterOptimizer",),
     "engine.optim.held": ("state_of",),
     "engine.optim.norms": (
@@ -298,7 +296,6 @@ __all__ = [
     "DeviceGenerator",
     "Done",
     "FlatGradients",
-    "FlatStep",
     "FullParameterOptimizer",
     "GradientPart",
     "GradientReducer",

@@ -16,7 +16,6 @@ from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.overrides import TorchFunctionMode
 
-from neuron_accel.engine.optim.flat_step import FlatStep
 from neuron_accel.engine.optim.held import each_optimizer
 from neuron_accel.engine.optim.lazy_hyperparameters import as_device_data
 from neuron_accel.errors import ParameterError, UsageError
@@ -61,7 +60,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.given = given
         self.released = False
         self._unheld: list[ParameterRecord] | None = None  # None before the first step
-        self._flat_step = FlatStep(optimizer)
         # Accelerate determines these at every step. LOMO optimizers update weights in the backward pass.
         self._is_plain = scaler is None and self.accelerator_state.distributed_type != DistributedType.XLA
         self._is_lomo = type(optimizer).__module__.partition(".")[0] == "lomo_optim"
@@ -178,7 +176,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if not self._is_plain:
             super().step(closure)
         elif not self._is_lomo:
-            self._flat_step(closure)
+            self.optimizer.step(closure)
 
     def _step_along(self) -> None:
         """A step on a rank that has run out of data: as on the other ranks, and drops the gradients, which no loop does

@@ -112,7 +112,6 @@ def objects(tmp_path_factory) -> list[object]:
         contract.BufferBroadcast(prepared, run),
         contract.Done(parameter),
         contract.FlatGradients(bucket),
-        contract.FlatStep(torch.optim.SGD([nn.Parameter(torch.ones(2))])),
         contract.FullParameterOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))]), {}, run),
         contract.GradientPart(parameter, ("tp",)),
         contract.Cut(dim=0, axis="tp", degree=2, size=4, blocks=(4,)),

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from neuron_accel.contract import (
     BackwardWatcher,
     Bucket,
-    FlatStep,
     FullParameterOptimizer,
     GradientPart,
     OwnMethods,
@@ -161,7 +160,6 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
         self._translate()
         if self._needs_full_parameters(optimizer):
             self.inner = FullParameterOptimizer(self.inner, self._layouts, run)
-        self._flat_step = None if self._lazy else FlatStep(self.inner)
         self._release(self.shards)
         if self._recipe is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
@@ -561,7 +559,7 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
         for shard in self.shards:
             self._replace(shard.regroup(self.state))
             shard.before_update()
-        (self._flat_step or self.inner.step)(**options)
+        self.inner.step(**options)
         for shard in self.shards:
             shard.after_update()
         copy_options(self._twin, self.optimizer)

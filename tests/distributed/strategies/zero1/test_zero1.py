@@ -335,34 +335,6 @@ def test_elementwise_optimizers_are_bit_identical(name, lazy):
             assert torch.equal(found[key], value), key
 
 
-def count_stepped():
-    """Numbers of shards of this rank, and of tensors that AdamW steps."""
-    from neuron_accel import NeuronAccelerator, Zero1Plugin
-
-    stepped = []
-    init_group = torch.optim.Adam._init_group
-
-    def counting(self, group, *args):
-        stepped.append(len(group["params"]))
-        return init_group(self, group, *args)
-
-    torch.optim.Adam._init_group = counting
-    accelerator = NeuronAccelerator(plugins=[Zero1Plugin()])
-    model = llama(vocabulary=301)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    stepped.clear()  # prepare has tried the optimizer
-    accelerator.backward(model(**token_batches(1)[0]).loss)
-    optimizer.step()
-    state = optimizer.optimizer.inner.state_dict()["state"]
-    return sum(len(shard.pieces) for shard in optimizer.optimizer.shards), stepped, len(state)
-
-
-def test_shards_are_stepped_as_flat_tensors_and_have_state_of_their_own():
-    for shards, stepped, entries in run_ranks(count_stepped, 2):
-        assert entries == shards > 5
-        assert stepped[0] < shards / 2
-
-
 # ---- what is held, what is sent --------------------------------------------------------------------------------------
 def count_state():
     from neuron_accel import NeuronAccelerator, Zero1Plugin
