@@ -25,7 +25,7 @@ from neuron_accel.engine.plan.config import RunConfig, load_config
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
 from neuron_accel.engine.plan.registry import default_registry
-from neuron_accel.engine.plan.restart import KeptBatch, find_fits
+from neuron_accel.engine.plan.restart import KeptBatch
 from neuron_accel.engine.runtime.preview import explain_memory, explain_parameters, preview
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import UsageError
@@ -65,7 +65,7 @@ from neuron_accel.loop.precompile_mode import (
 )
 from neuron_accel.loop.prepare import NoSync
 from neuron_accel.loop.profiling import named_ranges
-from neuron_accel.loop.start import begin, check_connected, plan_for
+from neuron_accel.loop.start import begin, check_connected
 from neuron_accel.loop.step import Step
 from neuron_accel.loop.watchdog import collective, watch
 from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler
@@ -218,10 +218,6 @@ class NeuronAccelerator(Accelerator):
         self.run = begin(wanted, ranks, registry, self._hardware)
         sys.audit("neuron_accel.rendezvous")
         self._kept_batch = KeptBatch(os.environ, self.run.data_parallel_size)
-        if ranks.rank == 0:
-            self._kept_batch.leave_fits(
-                lambda: find_fits(self.plan, lambda n: plan_for(n, wanted, ranks, registry, self._hardware))
-            )
         self._keep_batch()
         self.run.backward_scale = self._backward_scale
         self.run.log, self.run.is_precompiling = self._log_figures, self.is_precompiling
@@ -577,8 +573,7 @@ class NeuronAccelerator(Accelerator):
             warnings.warn(said, stacklevel=4)
 
     def prepare_scheduler(self, scheduler: T) -> T:
-        """Wraps a scheduler such that each step of its optimizer advances it by ``data_parallel_size`` steps, also on
-        the fewer ranks of a restart by ``neuron-accel launch --min-nproc-per-node``."""
+        """Wraps a scheduler such that each step of its optimizer advances it by ``data_parallel_size`` steps."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         mine = [o for o in self._optimizers if _wraps(o, getattr(scheduler, "optimizer", None))]
@@ -631,7 +626,6 @@ class NeuronAccelerator(Accelerator):
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """A context manager for one micro-batch: gradients accumulate, and are reduced in the last one of a step."""
-        self._kept_batch.leave_accumulates()
         with self._step.micro_batch(), super().accumulate(*models):
             yield
 
@@ -1071,7 +1065,6 @@ class NeuronAccelerator(Accelerator):
         async_save: bool = False,
         tokenizer: Any = None,
         check_equal: bool = True,
-        in_memory: bool = False,
     ) -> str:
         """Saves models, optimizers, schedulers, loaders, random states and registered objects. Collective.
 
@@ -1086,10 +1079,6 @@ class NeuronAccelerator(Accelerator):
             tokenizer: a tokenizer to save beside the model's configuration; any object with ``save_pretrained``.
             check_equal: whether to check that replicated tensors, which one rank writes, are equal on all data-parallel
                 ranks; reads all of them once.
-            in_memory: whether to save to memory of the machines instead of a disk, which outlives the ranks and ends
-                with their launcher: ``load_state(resume="latest")`` of ranks that ``neuron-accel launch
-                --max-restarts`` has restarted loads it if it is newer than the last checkpoint. The latest two are
-                kept. Without such a launcher nothing is saved, which is said once.
 
         Returns:
             the folder; empty if nothing was saved.
@@ -1105,7 +1094,6 @@ class NeuronAccelerator(Accelerator):
             async_save=async_save,
             tokenizer=tokenizer,
             check_equal=check_equal,
-            in_memory=in_memory,
         )
 
     @skipped_without_values(lambda *_, **__: Resumed())

@@ -36,7 +36,7 @@ import types
 
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.5
-STARTED_FILE, ENDED_FILE = "started.json", "ended.json"
+STARTED_FILE, ENDED_FILE, STOPPED_FILE = "started.json", "ended.json", "stopped.txt"
 CHAOS = "NEURON_ACCEL_CHAOS"
 """Set by ``neuron-accel chaos``, see ``_chaos_points.py``."""
 
@@ -124,12 +124,27 @@ def write_error_file(error: BaseException, stack: types.TracebackType | None) ->
         "timestamp": str(int(now)),
         "time": now,
     }
-    _write(path, {"message": {"message": summary, "extraInfo": details}})
+    with contextlib.suppress(OSError):  # the exit code stays that of the error
+        _write(path, {"message": {"message": summary, "extraInfo": details}})
 
 
 def note_start() -> None:
     """Records the process id of this rank beside the error file."""
     _leave(STARTED_FILE, {"pid": os.getpid()})
+
+
+def note_signals() -> int | None:
+    """Arranges that the Python stack is recorded beside the error file if SIGTERM ends this rank, also inside native
+    code. Returns the file's descriptor, None without a file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or not hasattr(faulthandler, "register"):
+        return None
+    try:
+        file = os.open(os.path.join(os.path.dirname(path), STOPPED_FILE), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    except OSError:
+        return None
+    faulthandler.register(signal.SIGTERM, file, chain=True)
+    return file
 
 
 def note_success(leaving: SystemExit | None = None) -> None:
@@ -171,12 +186,15 @@ def main() -> None:
     die_with(int(launcher_pid))
     faulthandler.enable()
     note_start()
+    stopped = note_signals()
     if folder := os.environ.get(CHAOS):
         install_faults(folder)
     sys.argv = [target, *arguments]
     try:
         run_script(target) if kind == "script" else run_module(target)
     except KeyboardInterrupt:
+        if stopped is not None:
+            os.write(stopped, b"interrupted\n")
         raise
     except SystemExit as error:
         if error.code in (None, 0):

@@ -16,42 +16,38 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, ProcessFailure, SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import LaunchConfig
 
-from neuron_accel.cli import rendezvous
-from neuron_accel.cli._rank import ENDED_FILE, STARTED_FILE
-from neuron_accel.cli.agent import Failures, run_agent
-from neuron_accel.cli.escalation import Escalation, signal_ranks
-from neuron_accel.cli.failures import RankFailure, RankSuccess, describe, first_failure
-from neuron_accel.cli.heartbeat import Heartbeat
-from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, LaunchPlan
-from neuron_accel.cli.membership import Membership, NotNeeded, View
-from neuron_accel.cli.restarts import Choice, Restarts, Start, choose_machines
-from neuron_accel.cli.run_secret import RunSecret, take_secret
-from neuron_accel.cli.snapshots import snapshot_folder
-from neuron_accel.engine.plan.restart import FULL_SIZE, LAUNCHED, NOTES, Notes, read_notes
+from neuron_accel.cli._rank import ENDED_FILE, STARTED_FILE, STOPPED_FILE
+from neuron_accel.cli.escalation import Escalation, end_ranks, signal_ranks
+from neuron_accel.cli.failures import RankFailure, RankSuccess, describe, first_failure, signal_name
+from neuron_accel.cli.launch_plan import LaunchPlan
+from neuron_accel.cli.lost import TURN_S, End, Watch
+from neuron_accel.cli.rendezvous import Start, rendezvous_of
+from neuron_accel.engine.plan.restart import RUN
 from neuron_accel.errors import CommunicationError
 from neuron_accel.neuron.environment import ROOT_VARIABLE, with_host
 
 ERROR_FILE = "error.json"
 SILENT_EXIT_SECONDS = 5.0
+ENDS_IN_TIME = hasattr(LaunchConfig, "shutdown_timeout")
+"""Whether the agent gives the other ranks the time of ``--grace`` after a failure; that of torch 2.9 always
+:data:`AGENT_SECONDS`."""
 AGENT_SECONDS = 30
-"""Time in seconds that the agent of torch 2.9 gives the other ranks after a failure."""
-MACHINE_SECONDS = 30.0
-"""Time in seconds for which the launchers wait at a restart for a machine that is not known to be lost, in addition to
-heartbeat and grace."""
 TERMINAL = ""
 """The value by which the elastic agent denotes a stream that is not redirected."""
+Failures = Mapping[int, ProcessFailure]
+"""The failures of ranks, by global rank."""
 
 
 class RankLogs(LogsSpecs):
@@ -59,28 +55,26 @@ class RankLogs(LogsSpecs):
 
     Args:
         root: the folder for logs; created if it is missing.
+        notes: a folder for what ranks note about their end, which may be on another disk, since that of logs may be
+            full.
         tee: whether to show the output of the other ranks in the terminal as well.
         keep_first: whether to write logs of the first rank of this machine too. If not, it writes to the terminal only
             and without redirection, so that progress bars work.
+        runtime: address at which ranks of the Neuron runtime meet, if the launcher has chosen it.
     """
 
-    def __init__(self, root: Path, *, tee: bool, keep_first: bool) -> None:
+    def __init__(self, root: Path, notes: Path, *, tee: bool, keep_first: bool, runtime: str | None = None) -> None:
         super().__init__(log_dir=str(root))
-        self.root, self.tee, self.keep_first = root, tee, keep_first
+        self.root, self._notes, self.tee, self.keep_first, self._runtime = root, notes, tee, keep_first, runtime
         self.folders: dict[int, Path] = {}
-        self._started_before = 0
-        self.start: int | None = None
-        """Number of the start, from 0, if the machines agree on it; else it follows from those of this launcher."""
+        self.notes: dict[int, Path] = {}
+        self.start: Start | None = None
         self.are_named = False
         """Whether a message about a failure has named one of the files."""
 
-    def begin(self, started_before: int) -> None:
-        """Forgets the ranks of an earlier start.
-
-        Args:
-            started_before: how often this launcher has started the ranks before.
-        """
-        self.folders, self._started_before = {}, started_before
+    def begin(self, start: Start) -> None:
+        """Forgets the ranks of an earlier start."""
+        self.folders, self.notes, self.start = {}, {}, start
 
     @property
     def root_log_dir(self) -> str:
@@ -92,18 +86,20 @@ class RankLogs(LogsSpecs):
         Args:
             envs: environment of each rank, by local rank.
         """
+        assert self.start is not None
         destination = LogsDest()
         for local_rank, env in envs.items():
-            attempt = self._started_before + int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-            attempt = attempt if self.start is None else self.start
-            env["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-            folder = self.root / (f"rank_{env['RANK']}" + (f"_attempt_{attempt}" if attempt else ""))
+            attempt = self.start.number
+            env["TORCHELASTIC_RESTART_COUNT"], env[RUN] = str(attempt), self.start.run
+            if self._runtime is not None and self.start.machines > 1:  # its first rank may be on any machine
+                env[ROOT_VARIABLE] = with_host(self._runtime, env["MASTER_ADDR"])
+            rank = int(env["RANK"])
+            folder = self.root / (f"rank_{rank}" + (f"_attempt_{attempt}" if attempt else ""))
             folder.mkdir(parents=True, exist_ok=True)
-            self.folders[int(env["RANK"])] = folder
-            error_file = folder / ERROR_FILE
-            for note in (error_file, folder / STARTED_FILE, folder / ENDED_FILE):
-                note.unlink(missing_ok=True)
-            env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = str(error_file)
+            notes = self._notes / folder.name
+            notes.mkdir(exist_ok=True)
+            self.folders[rank], self.notes[rank] = folder, notes
+            env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = str(notes / ERROR_FILE)
             self._place(destination, local_rank, folder)
         return destination
 
@@ -147,7 +143,7 @@ class SilentExits:
     def _watch(self) -> None:
         gone: dict[Path, float] = {}
         while not self._over.wait(1.0):
-            for rank, folder in list(self._logs.folders.items()):
+            for rank, folder in list(self._logs.notes.items()):
                 if folder not in gone and _is_gone(folder):
                     gone[folder] = time.monotonic()
                 elif folder in gone and time.monotonic() - gone[folder] > self._after:
@@ -161,10 +157,13 @@ class SilentExits:
 
 
 def _is_gone(folder: Path) -> bool:
-    """Whether a rank was started and has ended without reporting an error."""
+    """Whether a rank was started and has ended without noting why: an error, its end, or that a signal ended it."""
     pid = _note(folder / STARTED_FILE).get("pid")
-    if pid is None or (folder / ENDED_FILE).exists() or (folder / ERROR_FILE).exists():
+    if pid is None or any((folder / name).exists() for name in (ENDED_FILE, ERROR_FILE)):
         return False
+    with contextlib.suppress(OSError):
+        if (folder / STOPPED_FILE).stat().st_size:
+            return False
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -173,183 +172,147 @@ def _is_gone(folder: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a launch ended: by a signal to the launcher, with failed ranks, or successfully (neither)."""
+    """How a launch ended: by a signal to the launcher, by what happened on another machine, with failed ranks, or
+    successfully (none of these)."""
 
     signal: int | None = None
+    end: End | None = None
     failures: Sequence[RankFailure] = ()
     successes: Sequence[RankSuccess] = ()
     log_dir: Path | None = None
 
 
 def run_ranks(plan: LaunchPlan) -> Outcome:
-    """Starts the ranks of this machine and waits for them. The secret of the run is not passed on to the ranks.
+    """Starts the ranks of this machine and waits for them.
 
     Raises:
-        ConfigurationError: if the secret of the run cannot be used.
         CommunicationError: if the rendezvous of the machines failed.
     """
     os.environ.update({setting.name: setting.value for setting in plan.settings})
-    launched = time.time()
-    os.environ[LAUNCHED] = str(launched)
-    secret = take_secret(os.environ, plan.request.secret_file)
     _silence_agent()
     log_dir = Path(plan.request.log_dir or tempfile.mkdtemp(prefix="neuron_accel_"))
-    logs = RankLogs(log_dir, tee=plan.request.tee, keep_first=plan.request.log_dir is not None)
     keep = plan.request.log_dir is not None
+    runtime = next((setting.value for setting in plan.settings if setting.name == ROOT_VARIABLE), None)
+    launch: Launch | None = None
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="neuron_accel_notes_") as notes,
-            snapshot_folder(plan.request.max_restarts),
-            Escalation(grace=plan.request.grace),
-            _heartbeat(plan, secret, Path(notes), launched) as heartbeat,
-            SilentExits(logs),
-        ):
-            membership = heartbeat if isinstance(heartbeat, Membership) else None
-            outcome = _run_until_done(plan, logs, Path(notes), membership)
-            if membership is not None:
-                membership.succeeds = not outcome.failures
+        with tempfile.TemporaryDirectory(prefix="neuron_accel_notes_") as notes, Escalation(grace=plan.request.grace):
+            logs = RankLogs(log_dir, Path(notes), tee=plan.request.tee, keep_first=keep, runtime=runtime)
+            with SilentExits(logs):
+                launch = Launch(plan, logs)
+                outcome = launch.run()
         keep = keep or logs.are_named
         return outcome
     except SignalException as ended:
+        if launch is not None:
+            launch.say(128 + int(ended.sigval), f"its launcher was ended by {signal_name(int(ended.sigval))}")
         signal_ranks(signal.SIGKILL)  # processes that survived a second signal
         return Outcome(signal=int(ended.sigval))
     except (RendezvousError, DistError, TimeoutError) as error:
+        if launch is not None and (end := launch.end) is not None:
+            return Outcome(end=end)
         raise CommunicationError(
             f"The rendezvous at {plan.endpoint} failed: {str(error).splitlines()[0]}",
             where=f"launch on {plan.request.nnodes} machine(s)",
-            fix="check that a launcher runs on every machine, with the same --nnodes, --master-addr and --master-port "
-            "and its own --node-rank, and that machine 0 can be reached at this port",
+            fix="check that a launcher runs on every machine, with the same options but for its own --node-rank, and "
+            "that the rendezvous can be reached at this port",
         ) from error
     finally:
+        if launch is not None:
+            launch.close()
         if not keep:
             shutil.rmtree(log_dir, ignore_errors=True)
 
 
-def _run_until_done(plan: LaunchPlan, logs: RankLogs, notes: Path, membership: Membership | None) -> Outcome:
-    """Starts the ranks, again after one has failed, as often as the request allows.
+class Launch:
+    """The starts of the ranks of this machine."""
 
-    On several machines torch's agents restart their ranks.
-    """
-    request = plan.request
-    alone = request.nnodes == 1
-    restarts = Restarts(
-        ranks=request.nproc_per_node,
-        least=request.min_nproc_per_node or request.nproc_per_node,
-        most_restarts=request.max_restarts if alone else 0,
-    )
-    start: Start | None = restarts.first
-    if request.min_nproc_per_node is not None or request.min_nnodes is not None:
-        os.environ[NOTES] = str(notes)
-    while start is not None:
-        outcome = _run_once(plan, logs, start, membership)
-        if not outcome.failures:
-            break
-        start = restarts.after(first_failure(outcome.failures).rank, read_notes(notes))
-        if start is not None:
-            print(f"neuron-accel: {describe(outcome.failures, outcome.successes)}", file=sys.stderr)
-            print(f"neuron-accel: {start.why}", file=sys.stderr, flush=True)
-    return outcome
+    def __init__(self, plan: LaunchPlan, logs: RankLogs) -> None:
+        self._plan, self._logs = plan, logs
+        self._watch: Watch | None = None
+        self._rendezvous = rendezvous_of(plan, leaves=self._leave, begins=self._begin)
 
+    @property
+    def end(self) -> End | None:
+        """Why another machine has ended the start; None if none has."""
+        return None if self._watch is None else self._watch.end
 
-def _rendezvous(plan: LaunchPlan, logs: RankLogs, membership: Membership) -> rendezvous.ElasticRendezvous:
-    """The rendezvous of a run that may continue without some machines."""
+    def say(self, code: int, what: str, *, is_final: bool | None = None) -> None:
+        """Ends the start on the other machines. It is the end of the run unless that continues on fewer machines."""
+        if self._watch is not None:
+            self._watch.say(code=code, what=what, is_final=not self._plan.is_elastic if is_final is None else is_final)
 
-    def begins(view: View) -> None:
-        logs.start = view.number - 1
-        os.environ.pop(FULL_SIZE, None)
-        if view.full_size is not None:
-            os.environ[FULL_SIZE] = str(view.full_size)
-        os.environ[LAUNCHED] = str(view.launched)
-        for setting in plan.settings:
-            if setting.name == ROOT_VARIABLE:  # the runtime's first rank may be on another machine now
-                os.environ[ROOT_VARIABLE] = with_host(setting.value, view.first_host)
-        if view.why:
-            print(f"neuron-accel: {view.why}", file=sys.stderr, flush=True)
+    def close(self) -> None:
+        """Leaves the start."""
+        self._leave()
 
-    port = int(plan.endpoint.rpartition(":")[2])
-    return rendezvous.ElasticRendezvous(membership, first_port=port, timeout=RENDEZVOUS_SECONDS, begins=begins)
+    def _leave(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
 
+    def _begin(self, start: Start) -> None:
+        self._logs.begin(start)
+        if start.machines > 1 and start.store is not None and self._plan.heartbeat:
+            self._watch = Watch(
+                start,
+                lost_after=self._plan.heartbeat,
+                is_elastic=self._plan.is_elastic,
+                end_ranks=lambda: end_ranks(self._plan.request.grace),
+            )
 
-def _run_once(plan: LaunchPlan, logs: RankLogs, start: Start, membership: Membership | None) -> Outcome:
-    logs.begin(start.number)
-    if start.full_size is not None:
-        os.environ[FULL_SIZE] = str(start.full_size)
+    def run(self) -> Outcome:
+        """Starts the ranks, again after one has failed, as often as the request allows, or after the machines have
+        changed."""
+        restarts = 0
+        while True:
+            outcome = self._run_once()
+            if outcome.failures and self.end is None:
+                first, is_last = first_failure(outcome.failures), restarts == self._plan.request.max_restarts
+                if first.raised is not None and self._watch is not None:
+                    time.sleep(
+                        TURN_S
+                    )  # so that a machine whose rank was killed, of which this is a consequence, is first
+                self.say(first.shell_code, f"rank {first.rank} failed first: {first.how}", is_final=is_last)
+                if self.end is None and is_last:
+                    break
+                if self.end is None:
+                    restarts += 1
+                    print(f"neuron-accel: {describe(outcome.failures, outcome.successes)}", file=sys.stderr)
+                    again = f"restart {restarts} of {self._plan.request.max_restarts}"
+                    print(f"neuron-accel: {again}", file=sys.stderr, flush=True)
+                    continue
+            if self.end is None or self.end.is_final:
+                outcome = dataclasses.replace(outcome, end=self.end)
+                break
+        if self._watch is None or self._watch.has_store:
+            self._rendezvous.shutdown()
+        return outcome
 
-    def report(failures: Failures, number: int) -> None:
+    def _run_once(self) -> Outcome:
+        request, logs = self._plan.request, self._logs
+        command = self._plan.command(os.getpid())
+        spec = WorkerSpec(
+            role="default_role",
+            local_world_size=request.nproc_per_node,
+            entrypoint=sys.executable,
+            args=tuple(command),
+            rdzv_handler=self._rendezvous,
+            max_restarts=0,
+            monitor_interval=0.1,
+            local_addr=None,
+        )
+        options: dict[str, Any] = {"log_line_prefix_template": "[rank ${rank}] "}
+        if ENDS_IN_TIME:
+            options["shutdown_timeout"] = int(request.grace)
+        result = LocalElasticAgent(spec=spec, logs_specs=logs, **options).run()
+        if result is None:
+            print("neuron-accel: the run has ended without this machine", file=sys.stderr, flush=True)
+        if result is None or not result.is_failed():
+            return Outcome()
         logs.are_named = True
-        described = describe(_failures(failures, logs, grace), _successes(failures, logs))
-        print(f"neuron-accel: {described}", file=sys.stderr)
-        print(f"neuron-accel: restart {number} of {plan.request.max_restarts}", file=sys.stderr, flush=True)
-
-    config, command = _config(plan, logs, start.ranks), [sys.executable, *plan.command(os.getpid())]
-    grace = int(getattr(config, "shutdown_timeout", AGENT_SECONDS))
-    try:
-        if config.max_restarts:  # on several machines
-            run_agent(config, command, report, None if membership is None else _rendezvous(plan, logs, membership))
-        else:
-            elastic_launch(config, command[0])(*command[1:])
-    except NotNeeded:
-        print("neuron-accel: the run has ended well without this machine", file=sys.stderr, flush=True)
-    except ChildFailedError as error:
-        logs.are_named = True
-        failed, successes = error.failures, _successes(error.failures, logs)
+        grace = int(request.grace) if ENDS_IN_TIME else AGENT_SECONDS
+        failed, successes = result.failures, _successes(result.failures, logs)
         return Outcome(failures=_failures(failed, logs, grace), successes=successes, log_dir=logs.root)
-    return Outcome()
-
-
-def _heartbeat(
-    plan: LaunchPlan, secret: RunSecret | None, notes: Path, launched: float
-) -> contextlib.AbstractContextManager[Any]:
-    request = plan.request
-    if plan.heartbeat == 0 or secret is None:
-        return contextlib.nullcontext()
-    options: dict[str, Any] = {
-        "secret": secret,
-        "lost_after": plan.heartbeat,
-        "grace": request.grace,
-        "interface": request.socket_interface,
-    }
-    address = (request.master_addr or "127.0.0.1", plan.heartbeat_port)
-    least = request.min_nnodes
-    if least is None:
-        return Heartbeat(request.node_rank, request.nnodes, address, **options)
-
-    def choose(here: Sequence[int], noted: Notes, last: Sequence[int]) -> Choice:
-        ranks, machines = request.nproc_per_node, request.nnodes
-        return choose_machines(here, machines=machines, ranks=ranks, least=least, notes=noted, last=last)
-
-    return Membership(
-        request.node_rank,
-        request.nnodes,
-        address,
-        ranks=request.nproc_per_node,
-        choose=choose,
-        read_notes=lambda: read_notes(notes),
-        launched=launched,
-        patience=plan.heartbeat + request.grace + MACHINE_SECONDS,
-        first_patience=RENDEZVOUS_SECONDS,
-        **options,
-    )
-
-
-def _config(plan: LaunchPlan, logs: RankLogs, ranks: int) -> LaunchConfig:
-    request = plan.request
-    config = LaunchConfig(
-        min_nodes=request.nnodes,
-        max_nodes=request.nnodes,
-        nproc_per_node=ranks,
-        run_id="neuron_accel" if plan.is_static else uuid.uuid4().hex,
-        rdzv_backend=rendezvous.register() if request.nnodes == 1 else "static",
-        rdzv_endpoint=plan.endpoint,
-        rdzv_configs={"timeout": RENDEZVOUS_SECONDS, **({"rank": request.node_rank} if request.nnodes > 1 else {})},
-        max_restarts=request.max_restarts if request.nnodes > 1 else 0,
-        local_addr="127.0.0.1" if request.nnodes == 1 else None,
-        logs_specs=logs,
-        log_line_prefix_template="[rank ${rank}] ",
-    )
-    if hasattr(config, "shutdown_timeout"):  # torch 2.9 always waits AGENT_SECONDS
-        config.shutdown_timeout = int(request.grace)
-    return config
 
 
 def _silence_agent() -> None:
@@ -380,6 +343,7 @@ def _failures(failed: Failures, logs: RankLogs, grace: int) -> list[RankFailure]
                 noticed=first if is_killed_by_another else failure.timestamp,
                 summary=message.get("message", "").partition("\n")[0] or None,
                 raised=message.get("extraInfo", {}).get("time"),
+                stack=message.get("extraInfo", {}).get("py_callstack", ""),
                 stderr=logs.stderr_of(rank),
             )
         )
@@ -391,8 +355,8 @@ def _successes(failed: Failures, logs: RankLogs) -> list[RankSuccess]:
 
     On torch 2.9 those that recorded it only: its agent does not report the ranks that it ended as a consequence.
     """
-    host, found, reports_all = socket.gethostname(), [], hasattr(LaunchConfig, "shutdown_timeout")
-    for rank, folder in logs.folders.items():
+    host, found, reports_all = socket.gethostname(), [], ENDS_IN_TIME
+    for rank, folder in logs.notes.items():
         note = _note(folder / ENDED_FILE)
         if rank not in failed and (note or reports_all):
             found.append(RankSuccess(rank=rank, host=host, ended=note.get("time"), left_at=note.get("left_at")))

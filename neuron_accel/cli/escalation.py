@@ -100,3 +100,24 @@ def signal_ranks(number: int) -> None:
                 os.killpg(child.pid, number)
             else:
                 os.kill(child.pid, number)
+
+
+def end_ranks(grace: float) -> None:
+    """Ends the ranks that run now: by SIGTERM, and after ``grace`` seconds by SIGKILL. Returns when they have ended;
+    the agent finds their exit codes."""
+    ranks, deadline = psutil.Process().children(), time.monotonic() + grace
+    signal_ranks(signal.SIGTERM)
+    while any(map(_runs, ranks)):
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
+            return
+        time.sleep(0.1)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -31,6 +31,7 @@ class RankFailure:
         summary: the exception as one line; None if the rank ended without recording one.
         raised: when the exception was raised, in seconds since the epoch.
         stderr: the file with its error output; None if that went to the terminal.
+        stack: the traceback of the exception, shown if that file is empty, as on a full disk.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class RankFailure:
     summary: str | None = None
     raised: float | None = None
     stderr: Path | None = None
+    stack: str = ""
 
     @property
     def shell_code(self) -> int:
@@ -125,7 +127,7 @@ def describe(failures: Sequence[RankFailure], successes: Sequence[RankSuccess] =
     if first.stderr is None:
         lines.append("  its output is above")
     else:
-        shown = last_lines(first.stderr)
+        shown = last_lines(first.stderr) or first.stack.splitlines()[-LINES_SHOWN:]
         lines.append(
             f"  its output is in {first.stderr.parent}" + ("; its last lines:" if shown else "; no error output")
         )

@@ -28,6 +28,8 @@ class Host:
         product: the product name in its firmware (DMI); None if there is none.
         kernel: major and minor version of Linux; None on other systems.
         name: host name.
+        interface: on several machines, the network interface towards the rendezvous, if the host name resolves to the
+            loopback, which gloo would use; empty if it is the loopback too, None if the host name is right.
         mounts: mount point and type of every file system.
     """
 
@@ -39,6 +41,7 @@ class Host:
     product: str | None = None
     kernel: tuple[int, int] | None = None
     name: str = ""
+    interface: str | None = None
     mounts: tuple[tuple[str, str], ...] = ()
 
 
@@ -80,9 +83,7 @@ def listen(host: str, port: int, *, interface: str | None = None) -> socket.sock
     Raises:
         OSError: if the port cannot be used.
     """
-    addresses = [] if host != "localhost" else ["127.0.0.1"]
-    with contextlib.suppress(OSError, UnicodeError):
-        addresses += [str(where[0]) for *_, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    addresses = [*(["127.0.0.1"] if host == "localhost" else []), *_resolve(host)]
     if host != "localhost" and not _is_loopback(host):
         addresses = [address for address in addresses if not _is_loopback(address)]
     for address in [*addresses, *_addresses_of(interface)]:
@@ -93,6 +94,47 @@ def listen(host: str, port: int, *, interface: str | None = None) -> socket.sock
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     return socket.create_server(("", port))
+
+
+def _resolve(host: str) -> list[str]:
+    """The addresses of a host name or address; none if it cannot be resolved."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return [str(where[0]) for *_, where in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    return []
+
+
+def address_towards(host: str, interface: str | None = None) -> str | None:
+    """The address of this machine for those that meet at ``host``: that of ``interface``, or the one from which
+    ``host`` is reached; nothing is sent. None if it is not known."""
+    if interface:
+        return next(iter(_addresses_of(interface)), None)
+    for address in _resolve(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            found = str(probe.getsockname()[0])
+            if not _is_loopback(found) or host == "localhost" or _is_loopback(host):
+                return found
+    return None
+
+
+def interface_towards(host: str) -> str | None:
+    """See :attr:`Host.interface`."""
+    named = _resolve(socket.gethostname())
+    if named and not all(map(_is_loopback, named)):
+        return None
+    address = address_towards(host)
+    every = psutil.net_if_addrs().items()
+    return next((name for name, found in every if any(one.address == address for one in found)), "")
+
+
+def must_host(host: str) -> bool:
+    """Whether the store at ``host`` belongs to this machine, but torch would not notice, since the name of this machine
+    does not resolve to that address."""
+    own = {one.address for found in psutil.net_if_addrs().values() for one in found}
+    addresses, named = _resolve(host), _resolve(socket.gethostname())
+    ours = [address for address in addresses if address in own and not _is_loopback(address)]
+    return host != socket.gethostname() and bool(ours) and not set(addresses) & set(named)
 
 
 def _is_loopback(address: str) -> bool:

@@ -9,6 +9,7 @@ import errno
 import os
 import platform
 import shlex
+import signal
 import socket
 import sys
 import tempfile
@@ -18,11 +19,13 @@ from typing import Any
 from neuron_accel.backends.select import Machine, choose
 from neuron_accel.cli.cluster import find_machines
 from neuron_accel.cli.failures import describe, first_failure, signal_name
-from neuron_accel.cli.host import Host, count_cores, find_loopback, kernel_version, read_mounts
+from neuron_accel.cli.host import Host, count_cores, find_loopback, interface_towards, kernel_version, read_mounts
 from neuron_accel.cli.launch_plan import (
     DEFAULT_MASTER_PORT,
+    DYNAMIC,
     HEARTBEAT_SECONDS,
     RENDEZVOUS_SECONDS,
+    STATIC,
     LaunchPlan,
     LaunchRequest,
     check_request,
@@ -30,7 +33,6 @@ from neuron_accel.cli.launch_plan import (
     plan_launch,
 )
 from neuron_accel.cli.parser import naming_options
-from neuron_accel.cli.run_secret import VARIABLE
 from neuron_accel.cli.terminal import format_command, show, table_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import HOST, CompileCache
@@ -77,7 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks on this machine, or auto: one per accelerator core, else one per CPU core (default: 1)",
     )
-    _option(ranks, "--nnodes", type=int, metavar="N", help="number of machines (default: detected, else 1)")
+    _option(
+        ranks,
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        help="number of machines (default: detected, else 1), or the smallest and the largest: the run then continues "
+        "without machines that are lost, and with those that come",
+    )
     _option(ranks, "--node-rank", type=int, metavar="R", help="index of this machine, from 0 (default: detected)")
     _option(ranks, "--master-addr", metavar="A", help="address of machine 0 (default: detected)")
     _option(
@@ -95,38 +103,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _option(
         ranks,
+        "--rdzv-backend",
+        metavar="NAME",
+        help=f"torch's rendezvous (default: {STATIC}; {DYNAMIC} with MIN:MAX or --rdzv-endpoint)",
+    )
+    _option(
+        ranks, "--rdzv-endpoint", metavar="HOST:PORT", help="its address (default: --master-addr and --master-port)"
+    )
+    _option(ranks, "--rdzv-id", metavar="ID", help="name of the run, the same on all machines")
+    _option(ranks, "--rdzv-conf", metavar="K=V,...", help="further settings of torch's rendezvous")
+    _option(
+        ranks,
         "--heartbeat",
         type=float,
         metavar="SECONDS",
-        help="consider a machine lost after SECONDS without a heartbeat (default: 30; 0: never)",
-    )
-    _option(
-        ranks,
-        "--secret-file",
-        metavar="PATH",
-        help=f"file on a shared file system with the secret of the run, which heartbeats need; machine 0 creates it if "
-        f"it is missing (default: the secret is in {VARIABLE})",
+        help="consider a machine lost after SECONDS without a sign of it (default: 30; 0: never)",
     )
     _option(
         ranks, "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks at most N times (default: 0)"
     )
-    _option(
-        ranks,
-        "--min-nproc-per-node",
-        type=int,
-        metavar="N",
-        help="if a rank has failed twice in a row, restart on fewer ranks, at least N, with the same number of samples "
-        "in a step: the data-parallel size becomes smaller, and more micro-batches are accumulated (default: the same "
-        "number of ranks)",
-    )
-    _option(
-        ranks,
-        "--min-nnodes",
-        type=int,
-        metavar="N",
-        help="if a machine is lost, restart on the remaining machines, at least N, with the same number of samples in "
-        "a step; one that comes back takes part after the next restart (default: the run ends)",
-    )
+    for name in GONE:
+        _option(parser, name, action=_Gone, help=argparse.SUPPRESS)
     parser.add_argument("--cpu", action="store_true", help="train on the CPU even if there are accelerators")
     neuron = parser.add_argument_group("Trainium")
     _option(neuron, "--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge (default: detected)")
@@ -172,6 +169,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
+GONE = {
+    "--min-nnodes": "pass --nnodes MIN:MAX and --max-restarts, and load_state(resume='latest', keep_batch=True) in the "
+    "script",
+    "--min-nproc-per-node": "launch again with fewer --nproc-per-node; load_state(resume='latest', keep_batch=True) "
+    "keeps the samples of a step",
+    "--secret-file": "leave it out: launchers listen at no port of their own any more",
+}
+"""Options that there were, and what to do instead."""
+
+
+class _Gone(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        option = self.option_strings[0]
+        parser.error(f"{option} does not exist any more: {GONE[option]}")
+
+
 def _count(text: str) -> int | str:
     if text == AUTO:
         return text
@@ -201,14 +214,11 @@ def run(args: argparse.Namespace) -> int:
         log_dir=args.log_dir,
         grace=args.grace,
         max_restarts=args.max_restarts,
-        min_nproc_per_node=args.min_nproc_per_node,
-        min_nnodes=args.min_nnodes,
         instance=args.instance,
         lnc=args.lnc,
         cache=_cache(args),
         compiler_flags=args.compiler_flags,
         heartbeat=args.heartbeat,
-        secret_file=args.secret_file,
     )
     plan = prepare(request, meets=args.slurm is None)
     if args.requeue and args.slurm is None:
@@ -235,12 +245,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _machines(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a request about machines: from options, or else detected from the cluster's scheduler."""
-    given = {
-        "nnodes": args.nnodes,
-        "node_rank": args.node_rank,
-        "master_addr": args.master_addr,
-        "master_port": args.master_port,
-    }
+    given = _nnodes(args.nnodes)
+    for name in ("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"):
+        given[name] = getattr(args, name)
+    given["rdzv_conf"] = _pairs(args.rdzv_conf)
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("nnodes") == 1 or args.slurm is not None:
         return given
@@ -252,6 +260,31 @@ def _machines(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str,
     detected = {"nnodes": found.count, "node_rank": found.rank, "master_addr": found.address, "master_port": found.port}
     filled = {name: value for name, value in detected.items() if value is not None and name not in given}
     return {**given, **filled, "found": f"according to {found.source}" if filled else ""}
+
+
+def _nnodes(text: str | None) -> dict[str, Any]:
+    """The fields of ``--nnodes N`` or ``--nnodes MIN:MAX``."""
+    if text is None:
+        return {}
+    fewest, colon, most = text.partition(":")
+    try:
+        return {"nnodes": int(most), "min_nnodes": int(fewest)} if colon else {"nnodes": int(fewest)}
+    except ValueError:
+        raise ConfigurationError(
+            f"--nnodes {text} is not a number of machines.", where="--nnodes", fix="pass a number, or two: 2:4"
+        ) from None
+
+
+def _pairs(text: str | None) -> tuple[tuple[str, str], ...] | None:
+    """The settings of ``--rdzv-conf``."""
+    if not text:
+        return None
+    pairs = [(name.strip(), value.strip()) for name, _, value in (part.partition("=") for part in text.split(","))]
+    if not all(name and value for name, value in pairs):
+        raise ConfigurationError(
+            f"--rdzv-conf {text} is not a list of settings.", where="--rdzv-conf", fix="pass name=value,name=value"
+        )
+    return tuple(pairs)
 
 
 def _cache(args: argparse.Namespace) -> CompileCache:
@@ -283,7 +316,8 @@ def _options_of(args: argparse.Namespace) -> list[str]:
     """The options and the script as words of a command line, without options that differ between machines."""
     words = ["--nproc-per-node", str(args.nproc_per_node), "--grace", f"{args.grace:g}"]
     words += ["--heartbeat", f"{HEARTBEAT_SECONDS if args.heartbeat is None else args.heartbeat:g}"]
-    for name in ("secret_file", "socket_interface", "instance", "lnc", "cache_dir", "compiler_flags", "log_dir"):
+    names = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "socket_interface")
+    for name in (*names, "instance", "lnc", "cache_dir", "compiler_flags", "log_dir"):
         if getattr(args, name):
             words.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
     for name in ("cpu", "tee", "quiet", "retry_failed_compilation", "module"):
@@ -291,10 +325,6 @@ def _options_of(args: argparse.Namespace) -> list[str]:
             words.append(f"--{name.replace('_', '-')}")
     if args.max_restarts:
         words += ["--max-restarts", str(args.max_restarts)]
-    if args.min_nproc_per_node is not None:
-        words += ["--min-nproc-per-node", str(args.min_nproc_per_node)]
-    if args.min_nnodes is not None:
-        words += ["--min-nnodes", str(args.min_nnodes)]
     return [*words, args.script, *args.script_args]
 
 
@@ -303,15 +333,12 @@ def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
 
     Args:
         request: what to launch.
-        meets: whether several machines must already know the address of machine 0 and the secret of the run; a batch
-            file determines both.
+        meets: whether several machines must already know the address of machine 0; a batch file determines it.
 
     Raises:
         ConfigurationError: if the request cannot be launched.
     """
-    environ: Mapping[str, str] = os.environ
     if not meets:
-        environ = {**environ, VARIABLE: "made by the batch file"}
         request = dataclasses.replace(request, master_addr=request.master_addr or "the first machine of the job")
     check_request(request)  # before torch is imported, so that a wrong path is reported at once
     probes = Machine()
@@ -327,10 +354,18 @@ def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
         kernel=kernel_version(platform.release()) if sys.platform == "linux" else None,
         name=socket.gethostname(),
         mounts=read_mounts(),
+        interface=_interface(request) if meets else None,
     )
     if request.as_many_as_possible:
         request = dataclasses.replace(request, nproc_per_node=most_ranks(request, host, decision, os.environ))
-    return plan_launch(request, host, decision, environ)
+    return plan_launch(request, host, decision, os.environ)
+
+
+def _interface(request: LaunchRequest) -> str | None:
+    if request.nnodes == 1 or request.socket_interface is not None:
+        return None
+    endpoint = request.rdzv_endpoint or f"{request.master_addr}:0"
+    return interface_towards(endpoint.rpartition(":")[0] or endpoint)
 
 
 def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
@@ -342,7 +377,6 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
         CommunicationError: if the rendezvous of the machines failed.
     """
     _check_port(plan)
-    _check_heartbeat(plan)
     _check_interface(plan)
     _check_log_dir(plan)
     _note_unknown_address(plan)
@@ -355,6 +389,11 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
     if outcome.signal is not None:
         _say(f"ended by {signal_name(outcome.signal)}")
         return 128 + outcome.signal
+    if outcome.end is not None:
+        if any(-failure.exit_code not in (signal.SIGTERM, signal.SIGKILL) for failure in outcome.failures):
+            _say(f"on this machine {describe(outcome.failures, outcome.successes)}")
+        _say(f"the run has ended: {outcome.end.what}")
+        return outcome.end.code
     if outcome.failures:
         _say(describe(outcome.failures, outcome.successes))
         return first_failure(outcome.failures).shell_code
@@ -375,9 +414,10 @@ def _check_cache(plan: LaunchPlan) -> None:
 
 def _check_port(plan: LaunchPlan) -> None:
     """Checks that machine 0 can listen on the port, before ranks are started."""
-    if not plan.is_static or plan.request.node_rank != 0:
-        return
     _, _, port = plan.endpoint.rpartition(":")
+    is_ours = plan.is_loopback or (plan.backend == STATIC and plan.request.node_rank == 0)
+    if not is_ours or not port.isdecimal() or port == "0":
+        return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -391,17 +431,6 @@ def _check_port(plan: LaunchPlan) -> None:
                 why="it is the port of the rendezvous of all ranks",
                 fix="pass another port" + ("" if plan.request.nnodes > 1 else ", or none to use a free one"),
             ) from error
-
-
-def _check_heartbeat(plan: LaunchPlan) -> None:
-    """Checks that lost machines are detected if the run is to continue without them."""
-    if plan.request.min_nnodes is not None and not plan.heartbeat:
-        raise ConfigurationError(
-            "--min-nnodes has no effect without heartbeats.",
-            where="--min-nnodes",
-            why="the machines do not share a secret, so lost ones are not detected",
-            fix=f"pass --secret-file, or set {VARIABLE} on all machines",
-        )
 
 
 def _check_interface(plan: LaunchPlan) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from neuron_accel.backends.select import Decision
 from neuron_accel.cli.host import Host
-from neuron_accel.cli.run_secret import VARIABLE as SECRET
 from neuron_accel.cli.terminal import format_pairs
 from neuron_accel.errors import ConfigurationError, did_you_mean
 from neuron_accel.neuron import flags
@@ -35,12 +34,14 @@ from neuron_accel.neuron.variables import Setting, review
 DEFAULT_MASTER_PORT = 29500
 RENDEZVOUS_SECONDS = 900
 HEARTBEAT_SECONDS = 30.0
-"""After this time without a heartbeat a machine is considered lost, unless ``--heartbeat`` says otherwise."""
+"""After this time without a sign a machine is considered lost, unless ``--heartbeat`` says otherwise."""
+STATIC, DYNAMIC = "static", "c10d"
+"""torch's rendezvous of a fixed number of numbered machines, and that of machines that come and go."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """The options of ``neuron-accel launch``, one field each, and two further fields.
+    """The options of ``neuron-accel launch``, one field each (two for ``--nnodes MIN:MAX``), and two further fields.
 
     ``found`` names the scheduler in whose variables the machines were found; empty if options define them. ``alone``
     names the scheduler of which this machine is a member if the number of machines is not known.
@@ -53,6 +54,10 @@ class LaunchRequest:
     as_many_as_possible: bool = False
     nnodes: int = 1
     min_nnodes: int | None = None
+    rdzv_backend: str | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str = "neuron_accel"
+    rdzv_conf: tuple[tuple[str, str], ...] = ()
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
@@ -64,47 +69,63 @@ class LaunchRequest:
     log_dir: str | None = None
     grace: float = 30.0
     max_restarts: int = 0
-    min_nproc_per_node: int | None = None
     instance: str | None = None
     lnc: int | None = None
     cache: CompileCache = field(default_factory=CompileCache)
     compiler_flags: str = ""
     heartbeat: float | None = None
-    secret_file: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """A launch that is ready to start. Without heartbeats between its machines ``heartbeat`` is 0."""
+    """A launch that is ready to start."""
 
     request: LaunchRequest
     settings: tuple[Setting, ...]
     device: str
     reason: str
     remarks: tuple[str, ...] = ()
-    heartbeat: float = 0.0
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all machines."""
+        """Number of ranks on all machines, the most if their number varies."""
         return self.request.nproc_per_node * self.request.nnodes
 
     @property
-    def is_static(self) -> bool:
-        """Whether the rendezvous is at a given address or port; otherwise a free local port is used."""
-        return self.request.nnodes > 1 or self.request.master_port is not None
+    def fewest(self) -> int:
+        """The smallest number of machines."""
+        return self.request.nnodes if self.request.min_nnodes is None else self.request.min_nnodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run continues on fewer machines."""
+        return self.fewest < self.request.nnodes
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether all ranks are on this machine and meet there."""
+        request = self.request
+        return request.nnodes == 1 and request.rdzv_backend is None and request.rdzv_endpoint is None
+
+    @property
+    def backend(self) -> str:
+        """torch's rendezvous of several machines."""
+        return backend_of(self.request)
 
     @property
     def endpoint(self) -> str:
-        """Address and port of the rendezvous."""
-        if not self.is_static:
-            return "127.0.0.1:0"
-        return f"{self.request.master_addr or '127.0.0.1'}:{self.request.master_port or DEFAULT_MASTER_PORT}"
+        """Address and port of the rendezvous; on one machine port 0 for a free one."""
+        request = self.request
+        if request.rdzv_endpoint is not None:
+            return request.rdzv_endpoint
+        port = request.master_port or (0 if self.is_loopback else DEFAULT_MASTER_PORT)
+        return f"{request.master_addr or '127.0.0.1'}:{port}"
 
     @property
-    def heartbeat_port(self) -> int:
-        """Port of machine 0 for heartbeats; the one after that of the rendezvous."""
-        return int(self.endpoint.rpartition(":")[2]) + 1
+    def heartbeat(self) -> float:
+        """After how many seconds without a sign a machine is lost; 0: never."""
+        given = self.request.heartbeat
+        return 0.0 if self.is_loopback else HEARTBEAT_SECONDS if given is None else given
 
     def command(self, launcher_pid: int | str) -> list[str]:
         """The command line of every rank, after the interpreter."""
@@ -116,20 +137,22 @@ class LaunchPlan:
         """The plan as text: settings with reasons, rendezvous, output and notes, wrapped to ``width`` columns."""
         request = self.request
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        where = "this machine" if request.nnodes == 1 else f"{request.nnodes} machines, this is {request.node_rank}"
+        count = f"{self.fewest} to {request.nnodes}" if self.is_elastic else f"{request.nnodes}"
+        this = f", this is {request.node_rank}" if self.backend == STATIC else ""
+        where = "this machine" if self.is_loopback else f"{count} machines{this}"
         pairs = [(f"{setting.name}={setting.value}", setting.why) for setting in self.settings]
         if request.found:
             pairs.append((f"machine {request.node_rank} of {request.nnodes}", request.found))
-        if self.is_static:
+        if not self.is_loopback:
             if self.heartbeat:
-                beats = f"at port {self.heartbeat_port}; without one for {self.heartbeat:g} s a machine is lost"
-                pairs.append((f"heartbeat {self.heartbeat:g}", beats))
-            waits = (
-                f"waits {RENDEZVOUS_SECONDS // 60} minutes for all machines" if request.nnodes > 1 else "as requested"
-            )
+                without = "the others go on" if self.is_elastic else "the run ends on all"
+                pairs.append((f"heartbeat {self.heartbeat:g}", f"seconds without a sign of a machine, then {without}"))
+            waits = f"torch's {self.backend}; waits {RENDEZVOUS_SECONDS // 60} minutes for the machines"
             pairs.append((f"rendezvous {self.endpoint}", waits))
+        elif request.master_port is not None:
+            pairs.append((f"rendezvous {self.endpoint}", "as requested"))
         if request.max_restarts:
-            pairs.append((f"at most {request.max_restarts} restarts", _explain_restarts(request)))
+            pairs.append((f"at most {request.max_restarts} restarts", "after a rank has failed"))
         pairs.append(("output", _explain_output(request)))
         pairs += [("note", remark) for remark in self.remarks]
         what = f"{ranks} of {request.target} on {where}; device {self.device}: {self.reason}"
@@ -152,14 +175,13 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
     """
     check_request(request)
     noted = remarks(request, host, decision, environment)  # first, since it raises an error for invalid variables
-    heartbeat, unwatched = _heartbeat(request, environment)
     settings = [
         setting
         for setting in (
             _threads(request, host),
             _use_cpu(request, decision),
             _loopback(request, host),
-            _interface(request),
+            _interface(request, host),
             _nccl_interface(request, decision),
             _no_xla(host, decision),
             *neuron_settings(request, host, decision, environment),
@@ -171,28 +193,16 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
         settings=tuple(settings),
         device=decision.device,
         reason=decision.reason,
-        remarks=(*noted, *unwatched),
-        heartbeat=heartbeat,
+        remarks=noted,
     )
 
 
-def _heartbeat(request: LaunchRequest, environment: Mapping[str, str]) -> tuple[float, tuple[str, ...]]:
-    """After how many seconds without a heartbeat a machine is lost, 0 without heartbeats, and a note in that case.
-
-    Raises:
-        ConfigurationError: if heartbeats are asked for, and there is no secret.
-    """
-    if request.nnodes == 1 or request.heartbeat == 0:
-        return 0.0, ()
-    if request.secret_file is not None or environment.get(SECRET, "").strip():
-        return HEARTBEAT_SECONDS if request.heartbeat is None else request.heartbeat, ()
-    why = "without a secret that the machines share, any program that reaches the port could end the run"
-    fix = f"set {SECRET} to the same value on all machines, or pass --secret-file with a path that they share"
-    if request.heartbeat is None:
-        return 0.0, (f"no heartbeats, so that a machine that loses power is noticed late: {why}; {fix}",)
-    raise ConfigurationError(
-        f"--heartbeat {request.heartbeat:g} needs a secret of the run.", where="--heartbeat", why=why, fix=fix
-    )
+def backend_of(request: LaunchRequest) -> str:
+    """torch's rendezvous of several machines: a static one unless options need another."""
+    if request.rdzv_backend is not None:
+        return request.rdzv_backend
+    is_static = request.min_nnodes in (None, request.nnodes) and request.rdzv_endpoint is None
+    return STATIC if is_static else DYNAMIC
 
 
 def _threads(request: LaunchRequest, host: Host) -> Setting:
@@ -215,9 +225,10 @@ def _loopback(request: LaunchRequest, host: Host) -> Setting | None:
     return Setting(name="GLOO_SOCKET_IFNAME", value=host.loopback, why=why)
 
 
-def _interface(request: LaunchRequest) -> Setting | None:
+def _interface(request: LaunchRequest, host: Host) -> Setting | None:
     if request.socket_interface is None:
-        return None
+        why = "the name of this machine resolves to the loopback; this interface is the one towards the rendezvous"
+        return Setting(name="GLOO_SOCKET_IFNAME", value=host.interface, why=why) if host.interface else None
     why = "--socket-interface"
     return Setting(name="GLOO_SOCKET_IFNAME", value=request.socket_interface, why=why, binding=True)
 
@@ -234,14 +245,6 @@ def _no_xla(host: Host, decision: Decision) -> Setting | None:
         return None
     why = "torch_xla is installed, and Accelerate would use it"
     return Setting(name="USE_TORCH_XLA", value="false", why=why)
-
-
-def _explain_restarts(request: LaunchRequest) -> str:
-    if request.min_nnodes is not None:
-        return f"after a rank has failed, or a machine is lost, on as few as {request.min_nnodes} machines"
-    if request.min_nproc_per_node is None:
-        return "after a rank has failed, on the same number of ranks"
-    return f"after a rank has failed, on as few as {request.min_nproc_per_node} ranks if one fails repeatedly"
 
 
 def _explain_output(request: LaunchRequest) -> str:
@@ -282,31 +285,22 @@ def _check_ranks(request: LaunchRequest) -> None:
             where="--nproc-per-node",
             fix="pass the number of ranks on this machine, at most one per accelerator core",
         )
-    if request.nnodes < 1:
+    if not 1 <= (request.min_nnodes or 1) <= request.nnodes:
         raise ConfigurationError(
-            f"--nnodes is {request.nnodes}; expected at least 1.", where="--nnodes", fix="pass the number of machines"
+            f"--nnodes {request.min_nnodes}:{request.nnodes} is not possible."
+            if request.min_nnodes is not None
+            else f"--nnodes is {request.nnodes}; expected at least 1.",
+            where="--nnodes",
+            fix="pass the number of machines, or the smallest and the largest, such as 2:4",
         )
-    if not 0 <= request.node_rank < request.nnodes:
-        raise ConfigurationError(
-            f"--node-rank is {request.node_rank}, but there are {request.nnodes} machines.",
-            where="--node-rank",
-            why="machines are numbered from 0",
-            fix=f"pass a number from 0 to {request.nnodes - 1}, a different one on every machine",
-        )
-    if request.nnodes > 1 and not request.master_addr:
-        raise ConfigurationError(
-            f"{request.nnodes} machines need the address of machine 0.",
-            where="--master-addr",
-            why="the rendezvous of all ranks is on machine 0",
-            fix="pass its address, the same on all machines",
-        )
+    _check_rendezvous(request)
     if request.socket_interface is not None and (request.nnodes == 1 or not request.socket_interface.strip()):
         raise ConfigurationError(
             "--socket-interface is empty."
             if not request.socket_interface.strip()
             else f"--socket-interface {request.socket_interface} has no effect on one machine.",
             where="--socket-interface",
-            why="it is the network interface for the rendezvous of several machines",
+            why="it is the network interface for the ranks of several machines",
             fix="pass an interface, such as eth0, together with --nnodes; or leave it out",
         )
     if request.master_port is not None and not 0 < request.master_port < 65536:
@@ -315,64 +309,17 @@ def _check_ranks(request: LaunchRequest) -> None:
             where="--master-port",
             fix="pass a number from 1 to 65535, or leave it out on one machine to use a free port",
         )
-    if request.master_port == 65535 and request.nnodes > 1 and request.heartbeat != 0:
-        raise ConfigurationError(
-            "Port 65535 is the last port.",
-            where="--master-port",
-            why="heartbeats use the port after it",
-            fix="pass a smaller number, or --heartbeat 0",
-        )
     if request.max_restarts < 0:
         raise ConfigurationError(
             f"--max-restarts is {request.max_restarts}; expected at least 0.",
             where="--max-restarts",
             fix="pass 0 or more",
         )
-    least = request.min_nproc_per_node
-    if least is not None and (
-        not 1 <= least <= request.nproc_per_node or request.nnodes > 1 or not request.max_restarts
-    ):
-        raise ConfigurationError(
-            f"--min-nproc-per-node {least} is not possible here."
-            if not 1 <= least <= request.nproc_per_node
-            else f"--min-nproc-per-node {least} has no effect "
-            + ("on several machines." if request.nnodes > 1 else "without --max-restarts."),
-            where="--min-nproc-per-node",
-            why="it is the smallest number of ranks on which one machine continues after a rank failed repeatedly",
-            fix=f"pass 1 to {request.nproc_per_node}, together with --max-restarts, or leave it out",
-        )
-    fewest = request.min_nnodes
-    if fewest is not None and (
-        not 1 <= fewest <= request.nnodes or request.nnodes == 1 or not request.max_restarts or request.heartbeat == 0
-    ):
-        raise ConfigurationError(
-            f"--min-nnodes {fewest} has no effect "
-            + (
-                "on one machine."
-                if request.nnodes == 1
-                else "without --max-restarts."
-                if not request.max_restarts
-                else "without heartbeats."
-            )
-            if request.nnodes == 1 or 1 <= fewest <= request.nnodes
-            else f"--min-nnodes {fewest} is not possible here.",
-            where="--min-nnodes",
-            why="it is the smallest number of machines on which a run continues after others were lost, which "
-            "heartbeats tell",
-            fix=f"pass 1 to {request.nnodes}, together with --nnodes and --max-restarts, or leave it out",
-        )
-    if request.secret_file is not None and (request.nnodes == 1 or request.heartbeat == 0 or not request.secret_file):
-        raise ConfigurationError(
-            "--secret-file is empty." if not request.secret_file else "--secret-file has no effect without heartbeats.",
-            where="--secret-file",
-            why="by the secret in it, several machines recognise each other's heartbeats",
-            fix="pass a path on a file system that all machines share, together with --nnodes; or leave it out",
-        )
     if request.heartbeat is not None and not (request.heartbeat == 0 or 3 <= request.heartbeat < math.inf):
         raise ConfigurationError(
             f"--heartbeat is {request.heartbeat:g}; expected at least 3 seconds, or 0.",
             where="--heartbeat",
-            why="machines send a heartbeat every second",
+            why="machines give a sign every second",
             fix="pass 3 or more seconds, or 0 to disable the check",
         )
     if not 0 <= request.grace < math.inf:
@@ -380,6 +327,31 @@ def _check_ranks(request: LaunchRequest) -> None:
             f"--grace is {request.grace:g}; expected a finite number of at least 0 seconds.",
             where="--grace",
             fix="pass 0 or more",
+        )
+
+
+def _check_rendezvous(request: LaunchRequest) -> None:
+    backend, several = backend_of(request), request.nnodes > 1
+    if backend == STATIC and request.min_nnodes not in (None, request.nnodes):
+        raise ConfigurationError(
+            f"--nnodes {request.min_nnodes}:{request.nnodes} needs another --rdzv-backend than {STATIC}.",
+            where="--rdzv-backend",
+            why="a static rendezvous has a fixed number of machines",
+            fix=f"leave it out, for {DYNAMIC}, or pass one number of machines",
+        )
+    if backend == STATIC and not 0 <= request.node_rank < request.nnodes:
+        raise ConfigurationError(
+            f"--node-rank is {request.node_rank}, but there are {request.nnodes} machines.",
+            where="--node-rank",
+            why="machines are numbered from 0",
+            fix=f"pass a number from 0 to {request.nnodes - 1}, a different one on every machine",
+        )
+    if several and not request.master_addr and not request.rdzv_endpoint:
+        raise ConfigurationError(
+            f"{request.nnodes} machines need the address of machine 0.",
+            where="--master-addr",
+            why="the rendezvous of all ranks is on machine 0",
+            fix="pass its address, the same on all machines, or --rdzv-endpoint",
         )
 
 
@@ -505,6 +477,11 @@ def remarks(request: LaunchRequest, host: Host, decision: Decision, environment:
         said.append(
             f"this machine is part of {request.alone}, but trains by itself: pass --nnodes and --master-addr (or set "
             "MASTER_ADDR) to train on all machines together"
+        )
+    if host.interface == "":
+        said.append(
+            "the name of this machine resolves to the loopback, where other machines do not reach its ranks: pass "
+            "--socket-interface"
         )
     if runs_on_neuron(host, decision):
         way = "xla" if compiles else "native"

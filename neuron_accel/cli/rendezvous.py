@@ -1,53 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendezvous of ranks: a store, a new one for each start, since restarted ranks must not read the addresses of the
-previous ones.
+"""How launchers meet: torch's rendezvous, with a store for the ranks of each start.
 
-On one machine the store listens on the loopback interface only. torch's own listens on all interfaces, and so does the
-store of several machines: any program that reaches the port can read and write it.
+Restarted ranks must not read the addresses of the previous ones, so every start has a new store. On one machine it
+listens on the loopback interface only. torch's own listens on all interfaces, and so does the store of several
+machines: any program that reaches the port can read and write it.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from neuron_accel.cli.host import listen
-from neuron_accel.cli.membership import Membership, View
+from neuron_accel.cli.host import address_towards, listen, must_host
+from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, STATIC, LaunchPlan
 
-BACKEND = "neuron_accel_loopback"
 LOOPBACK = "127.0.0.1"
-CONNECT_S = 30.0
-"""Seconds in which a machine connects to the store of a start."""
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""torch's variable, by which its dynamic rendezvous keeps no store for the ranks of all starts, where they would find
+addresses of earlier ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of the ranks.
+
+    Args:
+        number: how often ranks of this run were started before.
+        run: identifies the run, on all machines and in all of its starts.
+        machine: index of this machine among those that take part.
+        machines: how many take part.
+        store: the launchers' store; None on one machine, or if it is none of torch's TCP stores.
+    """
+
+    number: int
+    run: str
+    machine: int = 0
+    machines: int = 1
+    store: TCPStore | None = None
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """Gives the ranks of one machine a store on the loopback, a new one for each start. The agent's own store is in its
-    memory.
+    """Gives the ranks of one machine a store on the loopback. The agent's own store is in its memory.
 
     Args:
-        run_id: name of the run.
         port: port of the store; 0 for a free one.
-        timeout: seconds that a rank waits for a key.
+        begins: is called before the ranks of each start.
     """
 
-    def __init__(self, run_id: str, port: int, timeout: float) -> None:
-        self._run_id, self._port, self._timeout = run_id, port, timedelta(seconds=timeout)
+    def __init__(self, port: int, begins: Callable[[Start], None]) -> None:
+        self._port, self._begins = port, begins
+        self._run_id, self._starts = uuid.uuid4().hex, 0
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        return BACKEND
+        return "loopback"
 
     @property
     def use_agent_store(self) -> bool:
@@ -65,7 +85,9 @@ class LoopbackRendezvous(RendezvousHandler):
         except OSError as error:
             raise RendezvousConnectionError(f"port {self._port} cannot be used: {error.strerror}") from error
         port = listener.getsockname()[1]
-        self._store = _serve(listener, self._timeout)
+        self._store = _serve(listener)
+        self._begins(Start(number=self._starts, run=self._run_id))
+        self._starts += 1
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def is_closed(self) -> bool:
@@ -85,134 +107,115 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-class MachinesRendezvous(StaticTCPRendezvous):
-    """torch's static rendezvous of several machines, with a new store for the ranks of each restart.
-
-    Machine 0 starts it at a free port, which it announces in the store of the first start; the other machines wait
-    there for it.
-    """
-
-    _starts = 0
-    _ranks_store: TCPStore | None = None
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Returns the stores of a start: for the launchers, and for the ranks.
-
-        Raises:
-            torch.distributed.DistError: if machine 0 cannot be reached, or does not restart in time.
-        """
-        found = super().next_rendezvous()
-        self._starts += 1
-        if self._starts == 1:
-            return found
-        store = PrefixStore(f"start{self._starts}", found.store)
-        if self.rank == 0:
-            self._ranks_store = TCPStore(
-                self.master_addr, 0, is_master=True, timeout=self.timeout, wait_for_workers=False
-            )
-            store.set("port", str(self._ranks_store.port))
-        port = int(store.get("port"))
-        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port))
-
-    def shutdown(self) -> bool:
-        self._ranks_store = None
-        return super().shutdown()
+def _serve(listener: socket.socket) -> TCPStore:
+    """Returns a store that serves at a listening socket, which it takes over."""
+    host, port = listener.getsockname()[:2]
+    host, timeout = LOOPBACK if host in ("0.0.0.0", "::") else host, timedelta(seconds=RENDEZVOUS_SECONDS)
+    descriptor = listener.detach()
+    return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-class ElasticRendezvous(RendezvousHandler):
-    """The rendezvous of machines of which some may be lost: the leader of each start has the store of its ranks.
+class MachinesRendezvous(RendezvousHandler):
+    """One of torch's rendezvous of several machines, in which the machines agree on the number of each start and on a
+    new store for its ranks.
 
     Args:
-        membership: agrees on the machines of a start.
-        first_port: port of the store of the first start; later ones have a free port.
-        timeout: seconds that a rank waits for a key.
-        begins: is called before the ranks of a start in which this machine takes part.
+        inner: torch's.
+        leaves: is called when this machine has ended a start.
+        begins: is called before the ranks of each start.
     """
 
-    def __init__(
-        self, membership: Membership, *, first_port: int, timeout: float, begins: Callable[[View], None]
-    ) -> None:
-        self._membership, self._first_port = membership, first_port
-        self._timeout, self._begins = timedelta(seconds=timeout), begins
-        self._store: TCPStore | None = None
+    def __init__(self, inner: RendezvousHandler, leaves: Callable[[], None], begins: Callable[[Start], None]) -> None:
+        self._inner, self._leaves, self._begins = inner, leaves, begins
+        self._starts = 0
+        self._ranks_store: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits for the other machines. See torch's rendezvous for its errors."""
+        self._leaves()
+        self._ranks_store = None
+        info = self._inner.next_rendezvous()
+        base, store = _tcp_store(info.store), info.store
+        if self.get_backend() == STATIC:  # the others give each start a store with a prefix of its own
+            store = PrefixStore(f"start{self._starts}", store)
+        self._starts += 1
+        if info.rank == 0:
+            number = self._starts - 1 if base is None else base.add(f"starts of {self.get_run_id()}", 1) - 1
+            found = self._serve(info, number)
+            store.set("number", str(number))
+            store.set("ranks' store", f"{found.master_port} {found.master_addr}")
+        number = int(store.get("number"))
+        port, _, host = store.get("ranks' store").decode().partition(" ")
+        key, run = f"id of {self.get_run_id()}", uuid.uuid4().hex
+        run = run if base is None else base.compare_set(key, "", run).decode()
+        self._begins(Start(number=number, run=run, machine=info.rank, machines=info.world_size, store=base))
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(host, int(port)))
+
+    def _serve(self, info: RendezvousInfo, number: int) -> RendezvousStoreInfo:
+        """The store of the ranks of a start: that of the launchers at the first of a static rendezvous."""
+        found = info.bootstrap_store_info
+        assert found is not None
+        if number == 0 and self.get_backend() == STATIC:
+            return found
+        self._ranks_store = _serve(listen(found.master_addr, 0))
+        return RendezvousStoreInfo(found.master_addr, self._ranks_store.port)
 
     def get_backend(self) -> str:
-        return "neuron_accel_elastic"
+        return self._inner.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for the next start, and returns its store.
-
-        Raises:
-            CommunicationError: if the run does not continue, or not with this machine.
-            NotNeeded: if it has ended without this machine.
-            RendezvousConnectionError: on the leader, if the port cannot be used.
-        """
-        while True:
-            self._store = None
-            view = self._membership.meet(self._serve)
-            if view.leader != self._membership.machine:
-                try:
-                    timeout = timedelta(seconds=CONNECT_S)
-                    self._store = TCPStore(*view.store, is_master=False, timeout=timeout, wait_for_workers=False)
-                    self._store.set_timeout(self._timeout)
-                except DistError:  # the leader is lost as well
-                    continue
-            assert self._store is not None
-            self._begins(view)
-            rank, store = view.machines.index(self._membership.machine), PrefixStore("launchers", self._store)
-            return RendezvousInfo(store, rank, len(view.machines), RendezvousStoreInfo(*view.store))
-
-    def _serve(self, host: str, number: int, interface: str | None) -> tuple[str, int]:
-        port = self._first_port if number == 1 else 0
-        try:
-            listener = listen(host, port, interface=interface)
-        except OSError as error:
-            raise RendezvousConnectionError(f"port {port} cannot be used: {error.strerror}") from error
-        port = listener.getsockname()[1]
-        self._store = _serve(listener, self._timeout)
-        return host, port
-
     def is_closed(self) -> bool:
-        return False
+        return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        return
+        self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return 0
+        return self._inner.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        return "neuron_accel"
+        return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        self._store = None
-        return True
+        self._ranks_store = None
+        return self._inner.shutdown()
 
 
-def _serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
-    """Returns a store that serves at a listening socket, which it takes over."""
-    host, port = listener.getsockname()[:2]
-    return TCPStore(
-        LOOPBACK if host in ("0.0.0.0", "::") else host,
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+def _tcp_store(store: Store) -> TCPStore | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
+
+
+def rendezvous_of(
+    plan: LaunchPlan, *, leaves: Callable[[], None], begins: Callable[[Start], None]
+) -> RendezvousHandler:
+    """The rendezvous of a launch; see :class:`MachinesRendezvous`.
+
+    Raises:
+        torch.distributed.elastic.rendezvous.RendezvousError: if the endpoint cannot be reached.
+    """
+    request = plan.request
+    if plan.is_loopback:
+        return LoopbackRendezvous(int(plan.endpoint.rpartition(":")[2]), begins)
+    host = plan.endpoint.rpartition(":")[0] or plan.endpoint
+    if plan.backend == STATIC:
+        configs: dict[str, object] = {"rank": request.node_rank, "timeout": RENDEZVOUS_SECONDS}
+    else:
+        configs = {"join_timeout": RENDEZVOUS_SECONDS}
+        if must_host(host):
+            configs["is_host"] = True
+    parameters = RendezvousParameters(
+        backend=plan.backend,
+        endpoint=plan.endpoint,
+        run_id=request.rdzv_id,
+        min_nodes=plan.fewest,
+        max_nodes=request.nnodes,
+        local_addr=address_towards(host, request.socket_interface),
+        **{**configs, **dict(request.rdzv_conf)},
     )
-
-
-def register() -> str:
-    """Makes :class:`LoopbackRendezvous` known to torch's elastic agent; returns the name of the backend."""
-    rendezvous_handler_registry.register(BACKEND, create)
-    return BACKEND
-
-
-def create(parameters: RendezvousParameters) -> LoopbackRendezvous:
-    """The rendezvous for ``parameters``, of which the endpoint is ``address:port``."""
-    port = int(parameters.endpoint.rpartition(":")[2])
-    return LoopbackRendezvous(parameters.run_id, port, parameters.get_as_int("timeout", 900) or 900)
+    os.environ[OWN_STORE] = "1"
+    return MachinesRendezvous(get_rendezvous_handler(parameters), leaves, begins)

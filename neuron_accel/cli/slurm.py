@@ -32,9 +32,6 @@ set -euo pipefail
 read -r master < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # different ports for jobs that share a machine
 port=$(({port} + SLURM_JOB_ID % {ports}))
-# by this secret the launchers of the machines recognise each other; it is passed on in the environment only
-NEURON_ACCEL_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-export NEURON_ACCEL_SECRET
 
 # --kill-on-bad-exit: when one machine fails, the others end too
 srun --kill-on-bad-exit=1 --export=ALL bash -c \\
@@ -48,8 +45,8 @@ REQUEUE = """\
 #SBATCH --signal=TERM@{seconds}
 """
 AFTER = """ || status=$?
-# SIGTERM ended it: before the time limit, or because the job was preempted
-[ "${status:-0}" -ne 143 ] || scontrol requeue "$SLURM_JOB_ID"
+# SIGTERM ended it (143: before the time limit, or because the job was preempted), or a machine is lost (75)
+case "${status:-0}" in 143|75) scontrol requeue "$SLURM_JOB_ID" ;; esac
 exit ${status:-0}"""
 ROOM_SECONDS = 30
 """Time between the end of ``--grace`` and the end of the job."""
@@ -57,9 +54,8 @@ ROOM_SECONDS = 30
 TASK = 'exec {start} --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" "$@"'
 LAUNCH = "neuron-accel launch"
 
-LAST_PORT = 65535 - (JOB_PORTS - 1) - 2
-"""Largest ``--master-port``: a job adds up to 999 to it, and the heartbeat and the Neuron runtime use the next two
-ports."""
+LAST_PORT = 65535 - (JOB_PORTS - 1) - 1
+"""Largest ``--master-port``: a job adds up to 999 to it, and the Neuron runtime uses the next port."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,25 +127,25 @@ def root_address(environ: Mapping[str, str], *, address: str | None, port: int |
     Args:
         environ: environment variables.
         address: address of machine 0; None if there is one machine.
-        port: port of the rendezvous, if one was given. The heartbeat uses the next port, and the runtime the one after.
+        port: port of the rendezvous, if one was given; the runtime uses the next one.
 
     Returns:
         the variable; None if the default can be used. The native device uses a free port.
 
     Raises:
-        ConfigurationError: if ``port`` is larger than 65533.
+        ConfigurationError: if ``port`` is larger than 65534.
     """
     visible = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
     if port is None and (not visible or address is not None):
         return None
-    if port is not None and port + 2 > 65535:
+    if port is not None and port + 1 > 65535:
         raise ConfigurationError(
             f"Port {port} leaves no port for the Neuron runtime.",
             where="--master-port",
-            why="the heartbeat uses the port after it, and the runtime the next one",
-            fix="pass a number up to 65533",
+            why="the runtime uses the port after it",
+            fix="pass a number up to 65534",
         )
-    taken = port + 2 if port is not None else ROOT_PORT + visible_cores(visible)[0]
+    taken = port + 1 if port is not None else ROOT_PORT + visible_cores(visible)[0]
     value = with_host(f":{taken}", address or "127.0.0.1")
     why = f"each job on a machine needs its own port; reserve it (sysctl net.ipv4.ip_local_reserved_ports={taken})"
     return Setting(name=ROOT_VARIABLE, value=value, why=why)

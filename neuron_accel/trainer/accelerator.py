@@ -31,7 +31,6 @@ class TrainersAccelerator(NeuronAccelerator):
 
     def _keep_batch(self) -> None:
         """The Trainer accumulates by itself; its arguments are changed by :meth:`kept_accumulation`."""
-        self._kept_batch.leave_accumulates()
 
     def kept_accumulation(self, steps: int) -> int:
         """The number of micro-batches that the Trainer accumulates, if it accumulated ``steps`` on all ranks."""

@@ -14,8 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 
 from neuron_accel.checkpoint.format.index import is_pretrained
-from neuron_accel.checkpoint.format.manifest import NAME as MANIFEST
-from neuron_accel.checkpoint.format.manifest import has_manifest
+from neuron_accel.checkpoint.format.manifest import has_manifest, read_manifest
 from neuron_accel.checkpoint.state.training import random_state, set_random_state
 from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.engine.plan.restart import find_restart
@@ -179,7 +178,7 @@ class Checkpointing:
         """The newest complete checkpoint that this run saved before it was started again, or None. Collective."""
         run, restart, found = self.accelerator.run, find_restart(os.environ), None
         if restart is not None and run.backend.rank == 0:
-            found = _newest(Path(self.args.output_dir), since=restart.since)
+            found = _newest(Path(self.args.output_dir), run=restart.run)
             print(f"neuron_accel: {restart.by}: {_resuming(found)}", file=sys.stderr, flush=True)
         return run.backend.broadcast_object(found, run.world)
 
@@ -244,27 +243,27 @@ def _resuming(found: str | None) -> str:
     return "it saved no complete checkpoint" if found is None else f"resuming from {found}"
 
 
-def _newest(folder: Path, since: float = 0.0) -> str | None:
+def _newest(folder: Path, run: str | None = None) -> str | None:
     """The complete checkpoint ``checkpoint-N`` with the highest number, or None.
 
     Args:
         folder: contains the checkpoints.
-        since: if positive, only checkpoints saved since then count, in seconds since the epoch.
+        run: only checkpoints that this run has saved count; None: all.
     """
     found = []
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         number = path.name.rpartition("-")[2]
         if number.isdecimal() and (has_manifest(path) or is_pretrained(path)) and _has_state(path):
-            if since > 0 and not _is_saved_since(path, since):
+            if run is not None and not _is_saved_by(path, run):
                 continue
             found.append((int(number), path))
     return str(max(found)[1]) if found else None
 
 
-def _is_saved_since(path: Path, since: float) -> bool:
+def _is_saved_by(path: Path, run: str) -> bool:
     try:
-        return os.stat(path / MANIFEST).st_mtime >= since
-    except OSError:
+        return read_manifest(path).info.get("run") == run
+    except CheckpointError:
         return False
 
 

@@ -27,7 +27,6 @@ from neuron_accel.checkpoint.state.load import load, load_weights
 from neuron_accel.checkpoint.state.lock import Lease, SaveLock, is_being_saved, is_this_process, lock_of, this_process
 from neuron_accel.checkpoint.state.lock import describe as describe_process
 from neuron_accel.checkpoint.state.matching import describe_model
-from neuron_accel.checkpoint.state.memory import NO_MEMORY, SNAPSHOTS, SnapshotMemory
 from neuron_accel.checkpoint.state.resume import NUMBERED, Resumed, describe_loaded, latest, latest_of, numbered
 from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Destination, is_of_a_save, save
 from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
@@ -35,6 +34,7 @@ from neuron_accel.checkpoint.state.snapshot import folder_of, written_here
 from neuron_accel.checkpoint.state.staging import StagingMemory
 from neuron_accel.checkpoint.state.training import TrainingObjects, capture, mesh_to
 from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
+from neuron_accel.engine.plan.restart import RUN
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError, NeuronAccelError, UsageError
 from neuron_accel.storage import Location, RemotePath, location
@@ -82,8 +82,7 @@ class Session:
     def __init__(self, source: Source, files: Files | None = None) -> None:
         self._source, self._run, self._project = source, source.run, source.project
         self._checkpoints = Checkpoints(source.run, files)
-        self._said_what_is_written = self._said_no_memory = False
-        self._memory = SnapshotMemory(source.run, os.environ.get(SNAPSHOTS))
+        self._said_what_is_written = False
 
     def save(
         self,
@@ -93,12 +92,9 @@ class Session:
         async_save: bool = False,
         tokenizer: Any = None,
         check_equal: bool = True,
-        in_memory: bool = False,
     ) -> str:
         """See :meth:`NeuronAccelerator.save_state`."""
         project = self._project
-        if in_memory:
-            return self._save_in_memory(output_dir, async_save)
         if not safe_serialization and not self._said_what_is_written:
             self._said_what_is_written = True
             _log.log(
@@ -128,47 +124,6 @@ class Session:
             project.iteration += 1
         return str(folder)
 
-    def _save_in_memory(self, output_dir: str | os.PathLike[str] | None, async_save: bool) -> str:
-        if output_dir is not None or async_save:
-            raise UsageError(
-                "`save_state(in_memory=True)` takes no folder and no `async_save`.",
-                why="it is written to memory of this machine that the launcher has reserved, and not to a disk",
-                fix="leave them out",
-            )
-        if not self._memory.is_there:
-            if not self._said_no_memory:
-                self._said_no_memory = True
-                self._say(NO_MEMORY)
-            return ""
-        training = self._source.training(self._source.modules())
-        try:
-            folder = self._memory.begin()
-            self._checkpoints.save(training, folder, check_equal=False)
-            self._memory.complete(folder)
-        except CheckpointError as error:
-            self._memory.drop()
-            self._say(
-                f"a snapshot in memory was not taken: {error.what} Training continues, and the previous snapshot is "
-                "kept; if memory is full, make /dev/shm larger, or save to a disk"
-            )
-            return ""
-        return str(folder)
-
-    def _load_from_memory(
-        self, models: list[nn.Module], verify: bool, checkpoint: Location | None
-    ) -> tuple[Path, Mapping[str, int], TrainingObjects] | None:
-        """Loads the newest snapshot in memory that is newer than a checkpoint, and complete and undamaged; None if
-        there is none. Collective."""
-        for folder in self._memory.newer_than(checkpoint):
-            try:
-                self._memory.gather(folder)
-            except CheckpointError as error:
-                self._say(f"a snapshot in memory is not used, and an earlier state is loaded instead: {error.what}")
-                continue
-            training = self._source.training(models)
-            return folder, self._checkpoints.load(training, folder, verify=verify), training
-        return None
-
     def load(
         self, input_dir: str | os.PathLike[str] | None, *, resume: str | None = None, verify: bool = True
     ) -> tuple[Mapping[str, int], Resumed]:
@@ -182,13 +137,6 @@ class Session:
             raise UsageError(f"`resume={resume!r}` is not possible here.", fix="use load_state(resume='latest')")
         folder = self._found(input_dir, optional=resume is not None)
         models = list(self._source.modules())
-        if resume is not None and (found := self._load_from_memory(models, verify, folder)) is not None:
-            folder, counters, training = found
-            if self._project.automatic_checkpoint_naming:  # of the next checkpoint, as when the snapshot was made
-                self._project.iteration = counters.get("iteration", self._project.iteration)
-            resumed = describe_loaded(folder, self._info_of(folder), training.loaders)
-            self._say(f"{resumed}; from memory")
-            return counters, resumed
         if folder is None:
             self._say(str(Resumed()))
             return {}, Resumed()
@@ -564,6 +512,7 @@ def describe(training: TrainingObjects) -> dict[str, Any]:
     return {
         "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "saved_by": this_process(),
+        "run": os.environ.get(RUN),
         "world_size": run.mesh.world_size,
         "mesh": mesh_to(run.mesh),
         "plan": plan,

@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher and the ranks tell each other about restarts: variables of the environment, and files with notes.
-
-A launcher that may start a run again on fewer ranks asks the first rank, by the folder :data:`NOTES`, on which numbers
-of ranks the mesh of the run still fits. On fewer ranks the degrees of all axes are kept but that of data parallelism,
-and each rank accumulates more micro-batches, so that an optimizer step has as many samples as before.
-"""
+"""What ranks know of the restarts of their run."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from neuron_accel.engine.plan.mesh import DATA_AXIS, Mesh
-from neuron_accel.engine.plan.plan import Plan
-from neuron_accel.errors import ConfigurationError, NeuronAccelError
+from neuron_accel.errors import ConfigurationError
 
-LAUNCHED = "NEURON_ACCEL_LAUNCHED"
-"""Set by ``neuron-accel launch``: when it was started, in seconds since the epoch."""
-NOTES = "NEURON_ACCEL_NOTES"
-"""Set by a launcher that may restart on fewer ranks: the folder for the notes of the first rank."""
+RUN = "NEURON_ACCEL_RUN"
+"""Set by ``neuron-accel launch``: identifies the run on all of its machines, also after restarts."""
 FULL_SIZE = "NEURON_ACCEL_FULL_DATA_PARALLEL_SIZE"
 """Set by a launcher that has restarted on fewer ranks: the number of data-parallel ranks of the first start."""
-
-_FITS, _ACCUMULATES = "fits.json", "accumulates"
 
 
 # ---- restarts --------------------------------------------------------------------------------------------------------
@@ -36,11 +21,11 @@ class Restart:
 
     Args:
         by: what started it again, for messages.
-        since: when the run was first started, in seconds since the epoch; 0.0 if that is not known.
+        run: identifies the run in the manifests of its checkpoints; None if that is not known.
     """
 
     by: str
-    since: float = 0.0
+    run: str | None = None
 
 
 def find_restart(environ: Mapping[str, str]) -> Restart | None:
@@ -50,8 +35,8 @@ def find_restart(environ: Mapping[str, str]) -> Restart | None:
     """
     if _number(environ, "SLURM_RESTART_COUNT") > 0:
         return Restart(by="Slurm queued the job again")
-    if _number(environ, "TORCHELASTIC_RESTART_COUNT") > 0 and LAUNCHED in environ:
-        return Restart(by="the launcher restarted the ranks", since=_number(environ, LAUNCHED))
+    if _number(environ, "TORCHELASTIC_RESTART_COUNT") > 0 and environ.get(RUN):
+        return Restart(by="the launcher restarted the ranks", run=environ[RUN])
     return None
 
 
@@ -63,72 +48,8 @@ def _number(environ: Mapping[str, str], name: str) -> float:
 
 
 # ---- fewer ranks -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """A number of ranks on which the plugins of a run can be planned.
-
-    Args:
-        ranks: the number of ranks.
-        data_parallel: how many of them process different samples.
-        mesh: the mesh as text.
-    """
-
-    ranks: int
-    data_parallel: int
-    mesh: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Notes:
-    """What the first rank has told the launcher.
-
-    Args:
-        fits: the mesh of the run, then those on fewer ranks that have the same degrees but for data parallelism, whose
-            size divides that of the run; from more to fewer ranks. Empty if no rank has come so far.
-        accumulates: whether the run accumulates gradients in a way that more micro-batches can be added to.
-    """
-
-    fits: tuple[Fit, ...] = ()
-    accumulates: bool = False
-
-
-def find_fits(plan: Plan, make: Callable[[int], Plan]) -> tuple[Fit, ...]:
-    """See :class:`Notes`.
-
-    Args:
-        plan: the plan of the run.
-        make: makes the plan for another number of ranks; raises NeuronAccelError if there is none.
-    """
-    full, found = plan.mesh, [_fit(plan.mesh)]
-    step = full.world_size // full.degree(DATA_AXIS)
-    for ranks in range(full.world_size - step, 0, -step):
-        with contextlib.suppress(NeuronAccelError):
-            mesh = make(ranks).mesh
-            if _others(mesh) == _others(full) and full.size(full.data_axes) % mesh.size(mesh.data_axes) == 0:
-                found.append(_fit(mesh))
-    return tuple(found)
-
-
-def _fit(mesh: Mesh) -> Fit:
-    return Fit(ranks=mesh.world_size, data_parallel=mesh.size(mesh.data_axes), mesh=str(mesh))
-
-
-def _others(mesh: Mesh) -> dict[str, int]:
-    return {axis.name: axis.degree for axis in mesh.axes if axis.name != DATA_AXIS}
-
-
-def read_notes(folder: Path) -> Notes:
-    """The notes of the first rank; without ``fits`` if it has left none, or they are incomplete."""
-    try:
-        fits = tuple(Fit(**entry) for entry in json.loads((folder / _FITS).read_text()))
-    except (OSError, ValueError, TypeError):
-        return Notes()
-    return Notes(fits=fits, accumulates=(folder / _ACCUMULATES).exists())
-
-
 class KeptBatch:
-    """Keeps the number of samples of an optimizer step in a run that was restarted on fewer ranks, and leaves notes for
-    the launcher if it asks for them.
+    """Keeps the number of samples of an optimizer step in a run that was restarted on fewer ranks.
 
     Args:
         environ: the environment.
@@ -142,7 +63,6 @@ class KeptBatch:
         self.size = size
         self.full_size = int(_number(environ, FULL_SIZE)) or size
         """Number of data-parallel ranks of the first start."""
-        self._notes = Path(environ[NOTES]) if environ.get(NOTES) else None
         if self.full_size % size:
             raise ConfigurationError(
                 f"{size} data-parallel ranks cannot continue a run of {self.full_size} with as many samples in a step.",
@@ -159,18 +79,3 @@ class KeptBatch:
     def accumulation(self, steps: int) -> int:
         """The number of micro-batches to accumulate, for a run that accumulated ``steps`` at its first start."""
         return steps * self.full_size // self.size
-
-    def leave_fits(self, find: Callable[[], tuple[Fit, ...]]) -> None:
-        """Notes on which ranks the run fits, if the launcher asks. Called on the first rank only."""
-        if self._notes is not None and not self.is_raised:
-            with contextlib.suppress(OSError):
-                partial = self._notes / f".{_FITS}"
-                partial.write_text(json.dumps([asdict(fit) for fit in find()]))
-                os.replace(partial, self._notes / _FITS)
-
-    def leave_accumulates(self) -> None:
-        """Notes that micro-batches can be added to a step, if the launcher asks."""
-        if self._notes is not None:
-            with contextlib.suppress(OSError):
-                (self._notes / _ACCUMULATES).touch()
-            self._notes = None

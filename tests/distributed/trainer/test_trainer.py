@@ -6,7 +6,6 @@ import functools
 import os
 import random
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -102,9 +101,9 @@ def test_resume(before, after, at, stock, tmp_path):
         assert_same(result, stock[with_data])
 
 
-def train_started_again(folder, launched, more):
+def train_started_again(folder, run, more):
     """What the launcher sets when it has restarted one of two ranks, and a script that says nothing of checkpoints."""
-    os.environ.update(TORCHELASTIC_RESTART_COUNT="1", NEURON_ACCEL_LAUNCHED=str(launched))
+    os.environ.update(TORCHELASTIC_RESTART_COUNT="1", NEURON_ACCEL_RUN=run)
     os.environ["NEURON_ACCEL_FULL_DATA_PARALLEL_SIZE"] = "2"
     return train_on_rank(folder, 2, more)
 
@@ -112,10 +111,10 @@ def train_started_again(folder, launched, more):
 def test_a_restarted_run_resumes_by_itself_also_on_fewer_ranks(stock, tmp_path, capfd):
     more = MIDDLE | {"stop_after": 2}
     run_ranks(train_on_rank, 2, str(tmp_path), 2, more)
-    (result,) = run_ranks(train_started_again, 1, str(tmp_path), time.time() + 60, more)  # the checkpoint is older
+    (result,) = run_ranks(train_started_again, 1, str(tmp_path), "another", more)
     assert result["steps"] == 2
     assert "it saved no complete checkpoint" in capfd.readouterr().out
-    (result,) = run_ranks(train_started_again, 1, str(tmp_path), time.time() - 600, MIDDLE)
+    (result,) = run_ranks(train_started_again, 1, str(tmp_path), "another", MIDDLE)
     said = capfd.readouterr().out
     assert f"the launcher restarted the ranks: resuming from {tmp_path}/checkpoint-2\n" in said
     assert "each rank accumulates 4 micro-batches instead of 2" in said

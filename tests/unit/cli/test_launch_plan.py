@@ -108,9 +108,30 @@ def test_ranks_of_one_machine_meet_at_a_free_port_unless_one_is_named(script):
     free = plan_launch(LaunchRequest(target=script), HOST, CPU, {})
     named = plan_launch(LaunchRequest(target=script, master_port=1234), HOST, CPU, {})
     several = plan_launch(LaunchRequest(target=script, nnodes=2, master_addr="10.0.0.1"), HOST, CPU, {})
-    assert (free.is_static, free.endpoint) == (False, "127.0.0.1:0")
-    assert (named.is_static, named.endpoint) == (True, "127.0.0.1:1234")
-    assert (several.is_static, several.endpoint, several.world_size) == (True, "10.0.0.1:29500", 2)
+    elastic = plan_launch(LaunchRequest(target=script, nnodes=4, min_nnodes=2, rdzv_endpoint="a:1"), HOST, CPU, {})
+    assert (free.is_loopback, free.endpoint, free.heartbeat) == (True, "127.0.0.1:0", 0)
+    assert (named.is_loopback, named.endpoint) == (True, "127.0.0.1:1234")
+    assert (several.backend, several.endpoint, several.world_size) == ("static", "10.0.0.1:29500", 2)
+    assert (several.is_elastic, several.heartbeat) == (False, 30)
+    assert (elastic.backend, elastic.endpoint, elastic.is_elastic, elastic.fewest) == ("c10d", "a:1", True, 2)
+
+
+def test_options_that_there_were_name_the_new_ones(script, capsys):
+    for option, value, new in (("--min-nnodes", "1", "--nnodes MIN:MAX"), ("--min_nproc_per_node", "1", "keep_batch")):
+        with pytest.raises(SystemExit):
+            main(["launch", option, value, script])
+        assert new in capsys.readouterr().err
+    assert main(["launch", "--nnodes", "two", script]) == 2
+    assert "--nnodes two is not a number of machines" in capsys.readouterr().err
+
+
+def test_a_host_name_that_is_the_loopback_is_not_used_by_gloo(script):
+    request = LaunchRequest(target=script, nnodes=2, master_addr="10.0.0.1")
+    found = settings(request, host=dataclasses.replace(HOST, interface="eth3"))
+    assert found["GLOO_SOCKET_IFNAME"] == "eth3"
+    assert "GLOO_SOCKET_IFNAME" not in settings(request)
+    plan = plan_launch(request, dataclasses.replace(HOST, interface=""), CPU, {})
+    assert "--socket-interface" in plan.remarks[0]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +152,8 @@ def test_ranks_of_one_machine_meet_at_a_free_port_unless_one_is_named(script):
         ({"heartbeat": 1.0}, "--heartbeat"),
         ({"heartbeat": float("nan")}, "--heartbeat"),
         ({"nnodes": 2, "master_addr": ""}, "--master-addr"),
-        ({"nnodes": 2, "master_addr": "10.0.0.1", "master_port": 65535}, "--master-port"),
+        ({"nnodes": 2, "min_nnodes": 3, "master_addr": "10.0.0.1"}, "--nnodes"),
+        ({"nnodes": 2, "min_nnodes": 1, "master_addr": "a", "rdzv_backend": "static"}, "--rdzv-backend"),
     ],
 )
 def test_impossible_numbers_are_refused_by_the_option_they_came_from(script, change, where):

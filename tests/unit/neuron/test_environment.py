@@ -60,9 +60,9 @@ def test_machines_of_an_unknown_kind_get_what_every_kind_needs():
         ("", "10.0.0.1", None, None),
         ("0-7", None, None, "127.0.0.1:62182"),
         ("8-15", None, None, "127.0.0.1:62190"),
-        ("8-15", None, 30000, "127.0.0.1:30002"),
-        ("", "10.0.0.1", 29542, "10.0.0.1:29544"),
-        ("", "fe80::1", 29542, "[fe80::1]:29544"),
+        ("8-15", None, 30000, "127.0.0.1:30001"),
+        ("", "10.0.0.1", 29542, "10.0.0.1:29543"),
+        ("", "fe80::1", 29542, "[fe80::1]:29543"),
     ],
 )
 def test_jobs_on_one_machine_let_their_ranks_meet_at_different_ports(cores, address, port, value):
@@ -74,8 +74,8 @@ def test_jobs_on_one_machine_let_their_ranks_meet_at_different_ports(cores, addr
 
 
 def test_the_last_ports_leave_none_for_the_runtime():
-    with pytest.raises(ConfigurationError, match="Port 65534") as caught:
-        root_address({}, address=None, port=65534)
+    with pytest.raises(ConfigurationError, match="Port 65535") as caught:
+        root_address({}, address=None, port=65535)
     assert caught.value.where == "--master-port"
 
 

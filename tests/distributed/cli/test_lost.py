@@ -1,0 +1,111 @@
+"""Machines that are lost, as launchers of one host: the others end, or go on, in a known time."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from neuron_accel.cli.lost import LOST_CODE, Watch
+from neuron_accel.cli.rendezvous import Start
+
+SITS = "import os, sys, time\nopen(os.path.join(sys.argv[1], os.environ['RANK']), 'w').close()\ntime.sleep(300)\n"
+
+
+def stop(pid):
+    """Suspends a launcher and its ranks: their connections stay open."""
+    launcher = psutil.Process(pid)
+    for process in (launcher, *launcher.children()):
+        process.suspend()
+    return [launcher, *launcher.children()]
+
+
+@pytest.mark.parametrize("lost", [0, 2], ids=["the store's", "another"])
+def test_ranks_that_wait_for_a_machine_that_is_lost_are_ended(start, tmp_path, lost):
+    """As in a collective that never fails. Nobody is blamed for what the launchers have ended."""
+    (tmp_path / "sits.py").write_text(SITS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", str(port), "--cpu", "--quiet"]
+    options += ["--heartbeat", "3", "--grace", "5", str(tmp_path / "sits.py"), str(tmp_path)]
+    machines = [start("--node-rank", str(node), *options) for node in range(3)]
+    deadline = time.monotonic() + 90
+    while not all((tmp_path / str(rank)).exists() for rank in range(3)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    stopped = stop(machines[lost].process.pid)
+    try:
+        for node in {0, 1, 2} - {lost}:
+            code, _, err = machines[node].finish(timeout=30)
+            assert code == LOST_CODE, err
+            gone = f"machine 2 ({socket.gethostname()})" if lost else f"the machine with the store, 127.0.0.1:{port},"
+            assert f"neuron-accel: the run has ended: {gone} is lost" in err
+            assert "failed first" not in err
+            assert "without an error" not in err
+    finally:
+        for process in stopped:
+            process.send_signal(signal.SIGKILL)
+
+
+# ---- stamps, without launchers ---------------------------------------------------------------------------------------
+@pytest.fixture
+def watch():
+    """Makes a watch of one of four machines, which records when its ranks are ended."""
+    store, made = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+
+    def make(machine, machines=4, **options):
+        ended = threading.Event()
+        start = Start(number=0, run="r", machine=machine, machines=machines, store=store)
+        options = {"lost_after": 2.0, "is_elastic": False, **options}
+        made.append(Watch(start, end_ranks=ended.set, **options))
+        made[-1].ended = ended
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_machines_that_are_there_or_have_left_are_not_missed(watch):
+    three = [watch(machine) for machine in range(3)]
+    watch(3).close()
+    three[2].close()
+    time.sleep(4)
+    assert [one.end for one in three] == [None] * 3
+    assert not three[0].ended.is_set()
+
+
+def test_all_machines_learn_the_first_reason_and_only_that(watch):
+    four = [watch(machine, is_elastic=True) for machine in range(4)]
+    four[2].say(code=7, what="rank 5 failed first", is_final=True)
+    four[1].say(code=8, what="rank 3 failed first", is_final=True)
+    assert four[2].end is None  # it has said so
+    assert not four[2].ended.is_set()
+    for one in (four[0], four[1], four[3]):
+        assert one.ended.wait(5)
+        assert (one.end.code, one.end.is_final) == (7, True)
+        assert one.end.what == f"machine 2 ({socket.gethostname()}): rank 5 failed first"
+
+
+def test_two_neighbours_are_lost_at_once_and_the_run_may_go_on(watch):
+    two = [watch(machine, is_elastic=True) for machine in (0, 3)]  # of four
+    for one in two:
+        assert one.ended.wait(8)
+        assert (one.end.code, one.end.is_final) == (LOST_CODE, False)
+        assert "machine 1 is lost: it sent no sign for 2 s" in one.end.what
+
+
+def test_the_work_of_a_machine_does_not_grow_with_their_number(watch, monkeypatch):
+    calls = []
+    for name in ("set", "get", "check", "compare_set", "add"):
+        real = getattr(TCPStore, name)
+        monkeypatch.setattr(TCPStore, name, lambda self, *a, real=real: (calls.append(a), real(self, *a))[1])
+    watch(0, machines=1000, lost_after=60.0)
+    time.sleep(3)
+    assert len(calls) <= 5 * 4
