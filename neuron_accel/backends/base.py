@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from neuron_accel.backends.ranges import Ranges
@@ -379,6 +380,11 @@ class Backend(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device: ...
+
+    @property
+    def timeout(self) -> timedelta:
+        """The time that a collective may take."""
+        return timedelta(minutes=30)
 
     @property
     def generator(self) -> DeviceGenerator:

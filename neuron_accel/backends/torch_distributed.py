@@ -533,6 +533,10 @@ class TorchBackend(Backend):
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     @property
+    def timeout(self) -> timedelta:
+        return self._timeout or process_group.DEFAULT_TIMEOUT
+
+    @property
     def device_memory(self) -> tuple[int, int] | None:
         if self._on_cpu:
             return None

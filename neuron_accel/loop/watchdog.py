@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -101,12 +101,15 @@ class CollectiveWatchdog:
         backend: of a run on more than one rank.
         name: identifies the run on the board; the same on every rank.
         delay_s: seconds that a call may last before ranks compare their calls.
+        regularly: functions that the thread calls about once a second.
     """
 
-    def __init__(self, backend: Backend, name: str, delay_s: float) -> None:
+    def __init__(
+        self, backend: Backend, name: str, delay_s: float, regularly: Sequence[Callable[[], None]] = ()
+    ) -> None:
         self._rank, self._size, self._delay = backend.rank, backend.world_size, delay_s
         self._board: Board = backend.board()
-        self._name, self._loop = name, threading.get_ident()
+        self._name, self._loop, self._regularly = name, threading.get_ident(), regularly
         self._number, self._depth, self._call, self._since = 0, 0, "", 0.0
         self._asked, self._pause = "", delay_s
         self._ended = threading.Event()
@@ -150,6 +153,8 @@ class CollectiveWatchdog:
         try:
             while not self._ended.wait(tick):
                 self._answer()
+                for function in tuple(self._regularly):
+                    function()
                 if self._call and time.monotonic() - self._since > self._pause:
                     self._pause *= 4
                     self._ask(tick)
@@ -229,7 +234,7 @@ def watch(run: Run, owner: Any, environ: Mapping[str, str] = os.environ) -> Coll
     seconds, name = run.backend.broadcast_object(mine, run.world)
     if run.world.size == 1 or not seconds:
         return None
-    watchdog = CollectiveWatchdog(run.backend, name, seconds)
+    watchdog = CollectiveWatchdog(run.backend, name, seconds, run.regularly)
     run.calling = watchdog.calling
     weakref.finalize(owner, watchdog.stop)
     return watchdog

@@ -48,6 +48,7 @@ class JoinAction:
         perform: is called on ranks without data.
         settle: completes pending reductions; called before other actions with ``settles``.
         settles: whether pending reductions are completed before it.
+        compares: whether ranks with data must give it equal arguments.
     """
 
     join: Join
@@ -55,6 +56,7 @@ class JoinAction:
     perform: Callable[..., Any]
     settle: Callable[[], None] | None = None
     settles: bool = False
+    compares: bool = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -160,9 +162,13 @@ class Join:
             return None
         self.leader = min(busy)
         self.has_parted = len(busy) < len(everyone)
-        wanted = {index for index, _ in busy.values()}
+        wanted = {(index, arguments if self._actions[index].compares else ()) for index, arguments in busy.values()}
         if len(wanted) > 1:
-            names = {position: self._actions[index].name for position, (index, _) in busy.items()}
+            names = {
+                position: " ".join([self._actions[index].name, *(map(repr, arguments) if compares else ())])
+                for position, (index, arguments) in busy.items()
+                for compares in [self._actions[index].compares]
+            }
             raise DesyncError(
                 "Ranks announce different actions of a step.",
                 where="; ".join(f"data-parallel rank {position}: {name}" for position, name in names.items()),

@@ -16,6 +16,7 @@ from neuron_accel.strategies.fully_sharded.groups import ShardGroups, added_axes
 from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_units import LazyUnits
 from neuron_accel.strategies.fully_sharded.optimizer import FullyShardedOptimizer
+from neuron_accel.strategies.fully_sharded.order import UnitOrder
 from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
 
 # ZeRO-1 is stage 1 of the same method: the optimizer, the shards of gradients and what a loop sees of them, norms,
@@ -162,7 +163,10 @@ class FullyShardedPlugin(Zero1Plugin):
         super().transform_model(model, run)
         model.gathers_weights = True
         kind = LazyUnits if run.backend.is_lazy else Units
-        run.state(self).setdefault("units", []).append(
+        state = run.state(self)
+        if "order" not in state:
+            state["order"] = UnitOrder(run, self.spec.name)
+        state.setdefault("units", []).append(
             kind(
                 model,
                 run,
@@ -172,6 +176,7 @@ class FullyShardedPlugin(Zero1Plugin):
                 else bool(self.reshard_after_forward),
                 prefetch=self.prefetch if self.overlap else 0,
                 persistence_threshold=self.persistence_threshold,
+                order=state["order"],
                 plugin=self.spec.name,
             )
         )
@@ -228,4 +233,6 @@ class FullyShardedPlugin(Zero1Plugin):
         """Removes the hooks. Parameters stay sharded."""
         for units in run.state(self).get("units", []):
             units.close()
+        if "order" in run.state(self):
+            run.state(self)["order"].close()
         super().teardown(run)

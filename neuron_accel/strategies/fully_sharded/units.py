@@ -7,7 +7,7 @@ block. The method is that of "PyTorch FSDP: Experiences on Scaling Fully Sharded
 
 Every rank gathers and reduces in the same order, whatever gradients it has: a unit is gathered where its forward or
 backward pass begins, and its gradients are reduced where its backward pass ends. So ranks run the same modules in the
-same order.
+same order (:mod:`~neuron_accel.strategies.fully_sharded.order` compares it).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from neuron_accel.contract import ParameterRecord, PreparedModel, Run
     from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
     from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
+    from neuron_accel.strategies.fully_sharded.order import UnitOrder
 
     AnyShard = GatheredShard | LazyGatheredShard
 
@@ -119,6 +120,7 @@ class Units:
         reshard: whether parameters are freed after the forward pass.
         prefetch: how many units are gathered ahead of the one that computes.
         persistence_threshold: parameters of fewer elements are kept on every rank.
+        order: in which the units of all models are called.
         plugin: name of the plugin, for messages.
 
     Attributes:
@@ -135,8 +137,10 @@ class Units:
         reshard: bool,
         prefetch: int,
         persistence_threshold: int = 0,
+        order: UnitOrder,
         plugin: str,
     ) -> None:
+        self._order = order
         self._model, self._run = model, run
         self._reshard, self._prefetch, self._plugin = reshard, prefetch, plugin
         self._threshold = persistence_threshold
@@ -150,7 +154,7 @@ class Units:
         self._handed_on: tuple[Unit, list[tuple[torch.Tensor, Any]]] | None = None  # the last unit's outputs and hooks
         self._handles: list[Any] = []
         self._unit_of = {id(record): self._unit_around(record) for record in model.parameters}
-        self._action = run.join.register("a gather of parameters", self._gather_along)
+        self._action = run.join.register("a gather of parameters", self._gather_along, compares=True)
         for unit in self.units:
             self._watch(unit)
 
@@ -195,6 +199,8 @@ class Units:
 
     def _before_part(self, unit: Unit, *_: Any) -> None:
         """A part of a unit may be called by itself."""
+        if unit.is_idle and not in_backward():
+            self._called(unit, False)
         self.gather(unit)
 
     def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -203,6 +209,8 @@ class Units:
             self._last[False] = None
             self._in_units = False  # a backward pass that raised an error has not ended
             unit.reopen()
+        if not inside:
+            self._called(unit, False)
         self.gather(unit)
         if inside:
             return None  # it is recomputed, and its backward pass follows
@@ -265,6 +273,8 @@ class Units:
             if self.sends_ahead and not self._action.announced:
                 for function in self.before_units:
                     function(self)
+        if not unit.in_backward:
+            self._called(unit, True)
         self.gather(unit)
         if not unit.in_backward:
             unit.in_backward = True
@@ -313,12 +323,20 @@ class Units:
     def gather(self, unit: Unit) -> None:
         """Gathers a unit, unless it is. Collective, also with ranks that have run out of data."""
         if self._action.announced and unit.is_idle:
-            self._action(unit.index)
+            self._action(unit.name)
         unit.gather()
 
-    def _gather_along(self, index: int) -> None:
+    def _called(self, unit: Unit, backward: bool) -> None:
+        """Compares what is called with other ranks; those that have run out of data follow what is announced."""
+        if self._action.announced:
+            return
+        name = f"{type(self._model.inner).__name__}{unit.name and '.'}{unit.name}"
+        chain = (id(self), backward) if self._model.runs_backward else None  # a schedule orders the passes of stages
+        self._order.call(f"the {'backward' if backward else 'forward'} pass of {name!r}", chain=chain)
+
+    def _gather_along(self, name: str) -> None:
         """A rank with data gathers this unit."""
-        unit = self.units[index]
+        unit = next(unit for unit in self.units if unit.name == name)
         unit.release()
         unit.gather()
         unit.release()
@@ -326,9 +344,11 @@ class Units:
     def _fetch_following(self, unit: Unit, backward: bool) -> None:
         """Starts to gather the units that followed this one the last time."""
         before, self._last[backward] = self._last[backward], unit
+        if self._action.announced:  # ranks that have run out of data see no order
+            return
         if before is not None and (not self._model.runs_backward or (unit.index > before.index) != backward):
             before.following[backward] = unit
-        for _ in range(0 if self._action.announced else self._prefetch):
+        for _ in range(self._prefetch):
             following = unit.following.get(backward)
             if following is None:
                 return
