@@ -16,9 +16,7 @@ from neuron_accel import (
 from neuron_accel.testing import PluginConformance
 
 _OF_THE_PLUGIN_ITSELF = "this has nothing to do with ranks; tests/conformance_kit checks it"
-HERE: dict[str, str] = {
-    "test_keeps_its_promises": "gradients of layers that some ranks leave out differ on the stand-in; why is not known"
-} | dict.fromkeys(
+HERE: dict[str, str] = dict.fromkeys(
     (
         "test_is_found_by_name",
         "test_keeps_the_form_of_the_contract",

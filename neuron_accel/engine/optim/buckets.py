@@ -108,16 +108,24 @@ def used_anywhere(local: list[bool], run: Run, group: Group) -> list[bool]:
     """Returns which parameters have a gradient on any rank of ``group``. A parameter without one keeps None, as in one
     process.
 
-    If reading a value would stall the device, returns ``local``: all ranks of such devices run the same graph.
+    A rank that has all gradients need not read the answer, which would stall a device other than the CPU. Ranks of a
+    lazy device run the same graph, so ``local`` is the answer there.
 
     Args:
         local: for each parameter, whether this rank has a gradient. run: the run. group: the ranks. Collective over
             them.
     """
-    if group.size == 1 or not run.backend.reads_are_free:
+    if group.size == 1 or not local or not exchanges_flags(run):
         return local
-    flags = torch.tensor(local, dtype=torch.int32, device=run.device)
-    return [flag > 0 for flag in run.backend.all_reduce(flags, group).tolist()]
+    flags = torch.tensor(local, dtype=torch.float32, device=run.device)  # the native Neuron device sums no integers
+    anywhere = run.backend.all_reduce(flags, group)
+    return local if all(local) else [flag > 0 for flag in anywhere.tolist()]
+
+
+def exchanges_flags(run: Run) -> bool:
+    """Whether ranks tell each other which gradients they have: not where a compiler needs the same graph on all ranks,
+    or there are no values."""
+    return not run.backend.is_lazy and run.backend.has_values
 
 
 class FlatGradients:

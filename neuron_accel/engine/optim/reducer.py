@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, make_buckets, used_anywhere
+from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, exchanges_flags, make_buckets, used_anywhere
 from neuron_accel.errors import DesyncError, UsageError
 
 if TYPE_CHECKING:
@@ -151,7 +151,6 @@ class GradientReducer:
     # ---- one bucket after another ------------------------------------------------------------------------------------
     def _watch(self, *, agreed: bool) -> None:
         model = self._model
-        # If reading a value would stall the device, all ranks are assumed to have the same gradients as this one.
         lazy = self._run.backend.is_lazy
         self._buckets: list[Bucket] = []
         self._memory: list[FlatGradients] | None = None if lazy else []
@@ -176,8 +175,8 @@ class GradientReducer:
         buckets = [b for b in buckets if self._group(b).size > 1 or self._data_group.size > 1]
         self._buckets += buckets
         if self._memory is not None:
-            reads = self._run.backend.reads_are_free
-            self._memory += [FlatGradients(bucket, flags=reads) for bucket in buckets]
+            flags = exchanges_flags(self._run)
+            self._memory += [FlatGradients(bucket, flags=flags) for bucket in buckets]
         return buckets
 
     def _group(self, bucket: Bucket) -> Group:
