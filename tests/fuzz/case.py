@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,34 @@ NEEDS_MOMENTUM = ("OneCycleLR momentum",)
 LOADERS = ("map", "map", "shuffled", "sampler", "batch sampler", "stream", "tensors", "collate", "dispatched", "split")
 
 
+EDITS = {
+    "in place": "p.grad.mul_(0.5)",
+    "view": "p.grad.view(-1)[: p.numel() // 2] = 0.0",
+    "rows": "p.grad[:1] = 0.0",
+    "data": "p.grad.data.clamp_(-0.01, 0.01)",
+    "detached": "p.grad.detach().mul_(0.5)",
+    "out": "torch.mul(p.grad, 0.5, out=p.grad)",
+    "assigned": "p.grad = p.grad * 0.5",
+    "copied": "p.grad.copy_(p.grad * 0.5)",
+    "dropped": "p.grad = None if p.ndim < 2 else p.grad",
+}
+"""What loops do to the gradient of a parameter ``p``. ``"foreach"`` is the same for several at once."""
+WRITES = {
+    "in place": "p.mul_(0.9)",
+    "view": "p.view(-1)[: p.numel() // 2] = 0.0",
+    "rows": "p[:1] = 0.0",
+    "data": "p.data.mul_(0.9)",
+    "assigned data": "p.data = p.data * 0.9",
+    "detached": "p.detach().clamp_(-0.05, 0.05)",
+    "out": "torch.mul(p, 0.9, out=p)",
+    "copied": "p.copy_(p * 0.9)",
+    "init": "nn.init.constant_(p, 0.05) if p.ndim < 2 else None",
+}
+"""What loops do to a parameter ``p``. ``"foreach"`` is the same for several at once, ``"load"`` loads a state dict."""
+BY_PLACE = ("view", "rows")
+"""Of these, those that ranks with a shard of a parameter do to other elements than one process does."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A training program under a composition. Every default is the simplest there is, which is where shrinking goes.
@@ -150,6 +179,16 @@ class Case:
             parallelism (a stage, and a part of a sequence, has random numbers of its own), and on XLA devices. There is
             no reference for it. What is checked: nothing raises, ranks agree about values and replicated weights, and
             everything has the right shape and is finite.
+        edit_by: how the loop edits gradients before each step: one of ``EDITS``; ``write_by``: how it writes weights
+            after the second one: one of ``WRITES``.
+        clip_by: ``"torch"`` clips with ``torch.nn.utils.clip_grad_norm_``, ``"hand"`` with norms that the loop adds up.
+        seeds: the loop seeds by ``"rank"`` (``process_index``) or with ``"set_seed"`` (Accelerate's, with
+            ``device_specific=True``) before each step, and draws a number of its own. Nothing is recorded of these.
+        auxiliary: a forward hook of the model adds a term to the loss.
+        second: another model is prepared, for evaluation, and its outputs are a part of the loss.
+        kv_heads: heads of keys and values of ``"llama"`` with four heads; 0: two.
+        ema: the loop keeps an average of the weights and after the second step ``"copy"`` puts it into the model by
+            ``copy_``, ``"load"`` by ``load_state_dict``.
     """
 
     seed: int = 0
@@ -198,6 +237,14 @@ class Case:
     uneven: bool = False
     compiled: str = ""
     own_masks: bool = False
+    edit_by: str = ""
+    write_by: str = ""
+    clip_by: str = ""
+    seeds: str = ""
+    auxiliary: bool = False
+    second: bool = False
+    kv_heads: int = 0
+    ema: str = ""
     fault: str = ""
 
     @property
@@ -410,6 +457,7 @@ def draw(seed: int, *, composition: str | None = None, backend: str = "gloo") ->
     if backend == "gloo" and plain and sometimes(0.3):
         _with_complex(fields, mesh)
     _draw_later(fields, mesh, random.Random(f"{seed}, later"))
+    _draw_between(fields, mesh, random.Random(f"{seed}, between"))
     if backend == "xla":
         fields.update(_for_xla(fields, mesh))
     return Case(**fields)
@@ -450,6 +498,44 @@ def _draw_later(fields: dict[str, Any], mesh: Composition, r: random.Random) -> 
         exact = not xla and not staged and "sp" not in fields["composition"] and model in ("blocks", "blocks-tied")
         if (xla or not whole) and masked:
             fields["dropout" if exact and r.random() < 0.75 else "own_masks"] = True
+
+
+def _draw_between(fields: dict[str, Any], mesh: Composition, r: random.Random) -> None:
+    """What users do between the calls of a step, from random numbers of their own again, since all of it came later."""
+    names = ("edit_by", "write_by", "clip_by", "seeds", "auxiliary", "second", "kv_heads", "ema", "rounded")
+    draws, chosen = {name: r.random() for name in names}, r.random()
+    xla, whole, staged = fields["backend"] == "xla", mesh.holders == 1, "pp2" in fields["composition"]
+    real = fields["model"] not in ("complex", "odd", *PARAMETRIZED)
+    loop = fields["loop"] == "plain" and not any(
+        fields.get(name) for name in ("uneven", "compiled", "half", "own_masks")
+    )
+    if fields["model"].startswith("llama") and draws["kv_heads"] < 0.5:
+        fields["kv_heads"] = (1, 2, 4)[int(chosen * 3)]
+    if not loop or xla or not real:
+        return
+
+    def one_of(kinds: Sequence[str]) -> str:
+        return kinds[int(chosen * len(kinds))]
+
+    sliced = "tp2" in fields["composition"]
+    if draws["edit_by"] < 0.12:
+        fields["edit_by"] = one_of([kind for kind in (*EDITS, "foreach") if not (sliced and kind in BY_PLACE)])
+    if draws["write_by"] < 0.12:
+        fields["write_by"] = one_of(
+            [kind for kind in (*WRITES, "foreach", "load") if not (sliced and kind in BY_PLACE)]
+        )
+    if draws["clip_by"] < 0.06 and fields.get("clip", "") in ("", "norm"):
+        fields["clip"], fields["clip_by"] = "", one_of(("torch", "hand"))
+    if draws["seeds"] < 0.06 and not fields.get("dropout"):
+        fields["seeds"] = one_of(("rank", "set_seed"))
+    if draws["auxiliary"] < 0.06 and not staged and not fields.get("masked") and not fields.get("two_backwards"):
+        fields["auxiliary"] = True
+    if draws["second"] < 0.06 and not staged and not fields.get("masked"):
+        fields["second"] = True
+    if draws["ema"] < 0.06 and not fields.get("average"):
+        fields["ema"] = one_of(("copy", "load"))
+    if draws["rounded"] < 0.04 and whole and fields.get("dtype", "float32") == "float32" and not fields.get("autocast"):
+        fields["dtype"] = "bfloat16" if fields["model"] not in TEXT else "float32"
 
 
 def _make_uneven(fields: dict[str, Any], mesh: Composition, r: random.Random) -> None:

@@ -271,7 +271,8 @@ def judge_text(
             found = run_ranks(on_rank, ranks, text, folder, timeout=seconds, backend=case.backend)
         except RanksError as error:
             cause = error.__cause__
-            if isinstance(cause, NeuronAccelError) and not isinstance(cause, OWN_BREAKDOWNS):
+            seeded = case.seeds and case.mesh.holders > 1 and isinstance(cause, DesyncError)  # as it should be said
+            if seeded or (isinstance(cause, NeuronAccelError) and not isinstance(cause, OWN_BREAKDOWNS)):
                 first = str(cause).splitlines()[0]
                 return verdict("refused", f"{type(cause).__name__}: {first}", f"refused {type(cause).__name__}")
             hang = all(isinstance(e, RankTimeout) for e in error.errors.values())

@@ -285,11 +285,11 @@ TINY = {
 }
 
 
-def llama(*, tied: bool = False, dropout: float = 0.0, inside: bool = True) -> nn.Module:
+def llama(*, tied: bool = False, dropout: float = 0.0, inside: bool = True, kv_heads: int = 2) -> nn.Module:
     """A tiny Llama. The only dropout it has is that of attention weights."""
     from transformers import LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": kv_heads, "max_position_embeddings": 32}
     sizes["attention_dropout"] = dropout if inside else 0.0
     return LlamaForCausalLM(models.llama_config(**TINY, **sizes, tie_word_embeddings=tied))
 
@@ -344,6 +344,39 @@ def groups(model: nn.Module, *, frozen: bool = True) -> list[dict[str, Any]]:
     split = [[p for p in named if p.ndim > 1], [p for p in named if p.ndim <= 1]]
     options = ({"weight_decay": 0.02}, {"weight_decay": 0.0, "lr": 0.02})
     return [{"params": params, **more} for params, more in zip(split, options, strict=True) if params]
+
+
+def clip_by_hand(model: nn.Module, most: float) -> None:
+    """Clips with a norm that the loop adds up."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
+    for gradient in gradients:
+        gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0).to(gradient.dtype))
+
+
+def observed(model: nn.Module) -> list[torch.Tensor]:
+    """A list to which a forward hook adds the output of the model's last layer but one, or its last."""
+    inner = getattr(model, "model", getattr(model, "transformer", model))  # of transformers, without the head
+    layer = getattr(inner, "norm", getattr(inner, "ln_f", None)) or list(inner.children())[-1]
+    seen: list[torch.Tensor] = []
+
+    def look(_: nn.Module, __: Any, output: Any) -> None:
+        seen[:] = [output]
+
+    layer.register_forward_hook(look)
+    return seen
+
+
+def seed(accelerator: Any, step: int, how: str) -> None:
+    """Seeds this rank as users do, and draws something. Nothing of the training depends on it."""
+    rank = 0 if isinstance(accelerator, Process) else accelerator.process_index
+    if how == "rank" or isinstance(accelerator, Process):
+        torch.manual_seed(1000 * step + rank)
+    else:
+        from accelerate.utils import set_seed
+
+        set_seed(1000 * step, device_specific=True)
+    torch.rand(3)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from tests.fuzz.case import IMAGES, OPTIMIZERS, PARAMETRIZED, SCHEDULERS, SHARDED, TEXT, TOKENS, Case, words_of
+from tests.fuzz.case import (
+    EDITS,
+    IMAGES,
+    OPTIMIZERS,
+    PARAMETRIZED,
+    SCHEDULERS,
+    SHARDED,
+    TEXT,
+    TOKENS,
+    WRITES,
+    Case,
+    words_of,
+)
 
 HEAD = '''"""{describe}
 
@@ -92,6 +104,8 @@ def _model(case: Case) -> str:
         arguments.append("tied=True")
     if variant == "untied":
         arguments.append("tied=False")
+    if case.kv_heads:
+        arguments.append(f"kv_heads={case.kv_heads}")
     text = case.model in TEXT
     name = {"gru": "Recurrent", "lstm": "Recurrent"}.get(name, name if text else name[0].upper() + name[1:])
     cast = "" if case.dtype == "float32" else f".to(torch.{case.dtype})"
@@ -153,6 +167,12 @@ def _prepare(case: Case, out: Lines, *names: str) -> None:
 
 
 def _clip(case: Case, out: Lines, model: str = "model") -> None:
+    if case.clip_by:
+        with out.under("if accelerator.sync_gradients:"):
+            if case.clip_by == "torch":
+                out(f"nn.utils.clip_grad_norm_({model}.parameters(), 0.5)")
+            else:
+                out(f"parts.clip_by_hand({model}, 0.5)")
     norm = {"norm": "0.5", "inf": "0.1, float('inf')"}.get(case.clip)
     if norm:
         clipped = f"accelerator.clip_grad_norm_({model}.parameters(), {norm})"
@@ -216,6 +236,10 @@ def _model_and_optimizer(case: Case, out: Lines) -> None:
 
 
 def _prepare_all(case: Case, out: Lines) -> None:
+    if case.second:
+        out(f"second = {_model(case)}.requires_grad_(False).eval()", "second = accelerator.prepare(second)")
+    if case.auxiliary:
+        out("seen = parts.observed(model)")
     if case.evaluate:
         dtype = "" if case.dtype == "float32" else f", dtype=torch.{case.dtype}"
         out(f"held_out = DataLoader(parts.Rows({_data(case)!r}, 11, 5{dtype}), batch_size={2 * case.mesh.data_ranks})")
@@ -235,6 +259,8 @@ def _prepare_all(case: Case, out: Lines) -> None:
         out("average = torch.optim.swa_utils.AveragedModel(accelerator.unwrap_model(model))")
     elif case.average:
         out("average = copy.deepcopy(accelerator.unwrap_model(model)).requires_grad_(False)")
+    if case.ema:
+        out("means = [p.detach().clone() for p in model.parameters()]")
     if case.hook:
         out("next(p for p in model.parameters() if p.requires_grad).register_hook(lambda gradient: gradient * 0.5)")
 
@@ -247,6 +273,8 @@ def _logits(case: Case, model: str = "model", batch: str = "batch") -> str:
 
 def _loss(case: Case, out: Lines) -> None:
     text = case.model in TEXT
+    if case.seeds:
+        out(f"parts.seed(accelerator, micro, {case.seeds!r})")
     if case.dropout or (case.own_masks and case.backend == "gloo"):
         out("torch.manual_seed(1000 + micro)")
     if case.loss_inside and case.loop != "teacher":
@@ -258,6 +286,12 @@ def _loss(case: Case, out: Lines) -> None:
         with out.under("with torch.no_grad():"):
             out(f"aim = {_logits(case, 'teacher')}")
         out("loss = loss + 0.1 * F.mse_loss(logits.float(), aim.float())")
+    if case.auxiliary:
+        out("loss = loss + 0.1 * seen.pop().float().square().mean()")
+    if case.second:
+        with out.under("with torch.no_grad():"):
+            out("offset = second(**batch).loss" if text else 'offset = second(batch["x"], batch["y"])')
+        out("loss = loss + offset")
     if case.penalty:
         out("loss = loss + 0.01 * sum(p.float().square().sum() for p in model.parameters() if p.requires_grad)")
 
@@ -286,6 +320,16 @@ def _backward(case: Case, out: Lines) -> None:
 
 def _edit(case: Case, out: Lines) -> None:
     """What some loops do to gradients."""
+    if case.edit_by == "foreach":
+        with out.under("if accelerator.sync_gradients:"):
+            out("torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)")
+    elif case.edit_by:
+        with (
+            out.under("if accelerator.sync_gradients:"),
+            out.under("for p in model.parameters():"),
+            out.under("if p.grad is not None:"),
+        ):
+            out(EDITS[case.edit_by])
     change = {
         "scale": "p.grad.mul_(0.5)",
         "drop": "p.grad = None",
@@ -414,6 +458,31 @@ def _events(case: Case, out: Lines) -> None:
             out.under("for mean, now in zip(average.parameters(), model.parameters(), strict=True):"),
         ):
             out("mean.lerp_(now, 0.1)")
+    if case.ema:
+        with (
+            out.under("with torch.no_grad():"),
+            out.under("for mean, p in zip(means, model.parameters(), strict=True):"),
+        ):
+            out("mean.lerp_(p, 0.5)")
+            with out.under("if step == 2:") if case.ema == "copy" else nullcontext():
+                if case.ema == "copy":
+                    out("p.copy_(mean)")
+        if case.ema == "load":
+            with out.under("if step == 2:"):
+                out("names = [name for name, _ in model.named_parameters()]")
+                out("model.load_state_dict({**model.state_dict(), **dict(zip(names, means, strict=True))})")
+    if case.write_by:
+        with out.under("if step == 2:"):
+            if case.write_by == "load":
+                out("state = {k: v * 0.9 if v.is_floating_point() else v for k, v in model.state_dict().items()}")
+                out("model.load_state_dict(state)")
+            else:
+                with out.under("with torch.no_grad():"):
+                    if case.write_by == "foreach":
+                        out("torch._foreach_mul_(list(model.parameters()), 0.9)")
+                    else:
+                        with out.under("for p in model.parameters():"):
+                            out(WRITES[case.write_by])
     if case.by_hand_at:
         # without a schedule of its own the model's and the optimizer's are what there is
         scheduler = ", scheduler" if case.scheduler else ""

@@ -7,7 +7,19 @@ import dataclasses
 import pytest
 
 from tests.fuzz.__main__ import main
-from tests.fuzz.case import COMPOSITIONS, LOADERS, OPTIMIZERS, OWN, SCHEDULERS, TEXT, Case, draw, simpler
+from tests.fuzz.case import (
+    COMPOSITIONS,
+    EDITS,
+    LOADERS,
+    OPTIMIZERS,
+    OWN,
+    SCHEDULERS,
+    TEXT,
+    WRITES,
+    Case,
+    draw,
+    simpler,
+)
 from tests.fuzz.judge import Verdict, check_file, judge
 from tests.fuzz.program import render
 from tests.fuzz.report import summary
@@ -39,6 +51,9 @@ def test_everything_there_is_gets_drawn():
     assert {case.scheduler for case in cases} == {*SCHEDULERS, ""}
     assert {case.loader for case in cases} == set(LOADERS)
     assert {case.model for case in cases} == {*OWN, *TEXT, "complex"}
+    assert {case.edit_by for case in cases} == {"", *EDITS, "foreach"}
+    assert {case.write_by for case in cases} == {"", *WRITES, "foreach", "load"}
+    assert {case.kv_heads for case in cases} == {0, 1, 2, 4}
     for field in dataclasses.fields(Case):
         if field.name not in ("seed", "backend", "fault"):
             assert len({getattr(case, field.name) for case in cases}) > 1, f"{field.name} is always the same"
