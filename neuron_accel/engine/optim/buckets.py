@@ -192,11 +192,11 @@ class FlatGradients:
 
     def parts(self, reduced: torch.Tensor) -> list[torch.Tensor]:
         """Returns the gradients in the reduced result of :meth:`collect`, in the shapes and dtype of the parameters;
-        the same tensors at every call if it was reduced in place and in that dtype."""
+        of the same memory at every call if it was reduced in place and in that dtype."""
         if reduced.dtype != self._bucket.dtype:
             return split_like(reduced[: self._bucket.numel].to(self._bucket.dtype), self._bucket.parameters)
         if self._flat is not None and reduced.data_ptr() == self._flat.data_ptr():
-            return self._slots
+            return [slot.detach() for slot in self._slots]  # a loop may give them other memory, by assigning `.data`
         return split_like(reduced, self._bucket.parameters)
 
     def used_anywhere(self, reduced: torch.Tensor, local: Sequence[bool]) -> list[bool]:

@@ -124,7 +124,22 @@ class ShardedGrad(torch.Tensor):
         if source is not None:
             source.zero_gradient(self._index)
 
-    # These methods read values without dispatch.
+    # These read or write values without dispatch.
+    @property
+    def data(self) -> torch.Tensor:
+        return self._value().detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape:
+            raise UsageError(
+                f"A gradient of shape {tuple(self.shape)} cannot have the data of one of shape {tuple(value.shape)}.",
+                where="`parameter.grad.data = ...` with a sharded optimizer",
+                why="each rank keeps a shard of it, of a size that does not change",
+                fix="assign a tensor of its shape, or assign `parameter.grad`",
+            )
+        self._value().copy_(value)
+
     def tolist(self) -> Any:
         return self._value().tolist()
 

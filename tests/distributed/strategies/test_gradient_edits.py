@@ -1,4 +1,4 @@
-"""Whatever way a loop writes to gradients, the step sees it, as under plain data parallelism."""
+"""Whatever way a loop writes to gradients, the step sees it, as in one process."""
 
 from __future__ import annotations
 
@@ -41,9 +41,12 @@ EDITS = {
     "foreach of views": lambda g: torch._foreach_mul_([g.data, g[:1]], 0.5),
     "out": lambda g: torch.mul(g, HALF, out=g),
     "out of a view": lambda g: torch.mul(g, HALF, out=g.detach()),
+    "assigned data": lambda g: setattr(g, "data", g.data * 0.5),
+    "set": lambda g: g.set_(g * 0.5),
     "read, then rows": lambda g: (g.norm(), g[:2].zero_()),
 }
 COMPOSITIONS = {
+    "data_parallel": [],
     "zero1": [{"zero1": {"bucket_cap_mb": 1e-6}}],
     "zero1, parameters": [{"zero1": {"partition": "parameters", "bucket_cap_mb": 1e-6}}],
     "fully_sharded": [{"fully_sharded": {"modules": "layers.*"}}],
@@ -109,7 +112,7 @@ def edited(plugins):
 
 @functools.cache
 def plain(loop):
-    return run_ranks(loop, 2, [])[0]
+    return run_ranks(loop, 1, [])[0]
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
