@@ -226,10 +226,15 @@ def check_dense(gradient: torch.Tensor, record: ParameterRecord) -> None:
 
 
 def split_like(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns consecutive views of ``flat`` with the shapes of ``parameters``."""
+    """Returns consecutive views of ``flat`` with the shapes of ``parameters``, and with their strides if these have no
+    gaps, as autograd's gradients do: torch's fused optimizers read memory in its order."""
     views, begin = [], 0
     for parameter in parameters:
         end = begin + parameter.numel()
-        views.append(flat[begin:end].view(parameter.shape))
+        part = flat[begin:end]
+        if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            views.append(part.view(parameter.shape))
+        else:
+            views.append(part.as_strided(parameter.shape, parameter.stride()))
         begin = end
     return views

@@ -54,3 +54,19 @@ def test_a_sparse_gradient_is_refused_by_name():
     weight.grad = torch.sparse_coo_tensor([[0]], [[1.0]], (3, 1))
     with pytest.raises(UsageError, match="'weight1' is sparse"):
         memory.take(1, 1.0)
+
+
+def test_gradients_have_the_strides_of_their_parameters():
+    """torch's fused optimizers read a gradient in the order of its parameter's memory."""
+    memory, (first, image, gaps) = flat_gradients(2, (2, 3, 4, 4), (2, 2))
+    image.data = image.data.to(memory_format=torch.channels_last)
+    gaps.data = torch.zeros(2, 4)[:, ::2]
+    for parameter in (first, image, gaps):
+        parameter.grad = torch.arange(float(parameter.numel())).view(parameter.shape)
+    expected = [parameter.grad for parameter in (first, image, gaps)]
+    flat, _ = memory.collect(1.0)
+    for reduced in (flat, flat.clone()):
+        parts = memory.parts(reduced)
+        assert [part.stride() for part in parts] == [(1,), image.stride(), (2, 1)]
+        for part, value in zip(parts, expected, strict=True):
+            torch.testing.assert_close(part, value)
