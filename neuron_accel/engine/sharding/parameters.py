@@ -62,7 +62,7 @@ class WeightShard:
         return self.read()
 
 
-@dataclass
+@dataclass(eq=False)  # another model has parameters of the same names
 class ParameterRecord:
     """One parameter of the original model; tied weights are one parameter.
 

@@ -51,3 +51,9 @@ def test_a_copy_knows_the_current_parameters():
         for record in other:
             assert other.find(record.current) is record
             assert parameters.find(record.current) is None
+
+
+def test_the_records_of_another_model_of_the_same_class_are_others():
+    (*_, first), (*_, second) = _sharded(), _sharded()
+    assert first["0.weight"] not in list(second)  # comparing their tensors would raise an error
+    assert first["0.weight"] in list(first)

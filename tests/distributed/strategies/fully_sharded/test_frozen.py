@@ -169,3 +169,24 @@ def frozen_embeddings():
 
 def test_a_block_whose_input_is_a_leaf():
     assert_parallel_equivalence(frozen_embeddings, token_batches(2), STAGE_3, ranks=2, training=Training(max_norm=0.5))
+
+
+def beside_a_teacher(plugins):
+    """Trains beside a model of the same class that was prepared first, and returns the losses of both."""
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    teacher = accelerator.prepare(llama().requires_grad_(False).eval())
+    model = accelerator.prepare(llama())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = []
+    for batch in token_batches(2):
+        loss = model(**batch).loss
+        accelerator.backward(loss + teacher(**batch).loss)
+        losses += [float(loss), float(teacher(**batch).loss)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_second_model_of_the_same_class():
+    for found in run_ranks(beside_a_teacher, 2, ["fully_sharded"]):
+        assert found == pytest.approx(run_ranks(beside_a_teacher, 2, [])[0], rel=1e-5)
