@@ -981,6 +981,7 @@ class NeuronAccelerator(Accelerator):
         record = self.run.prepared(model)
         if record is None:
             return super().get_state_dict(model, unwrap)
+        self.run.shared_inputs.compare()
         return full_state_dict(record, self.run)
 
     @contextmanager

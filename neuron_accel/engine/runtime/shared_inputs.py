@@ -4,7 +4,8 @@
 Different inputs or dropout masks in a tensor-parallel group would not raise an error, but give a meaningless loss, and
 replicated weights that drift apart. A loader compares the first batch of an epoch by itself; this compares everything
 after it, and what the training loop draws. All that is to be equal goes into one checksum, so that an exchange now and
-then also finds a difference in a pass before it.
+then also finds a difference in a pass before it. It also compares the gradients of parameters of which every rank has a
+copy, which a loop has changed differently if it clips by a norm of its own shards.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 EVERY = 8
 """Number of forward passes from one exchange to the next."""
+ROUNDING = 1e-3
+"""Relative difference of norms that rounding explains, also in bfloat16."""
 
 
 class SharedInputs:
@@ -43,6 +46,7 @@ class SharedInputs:
         self._run = run
         self._inputs = self._numbers = 0
         self._passes = 0
+        self._norms: torch.Tensor | None = None
         self._due = False
 
     @property
@@ -65,6 +69,11 @@ class SharedInputs:
     def add(self, checksum: int) -> None:
         """Adds the checksum of a batch."""
         self._inputs = zlib.crc32(checksum.to_bytes(8, "little"), self._inputs)
+        self._due = True
+
+    def add_gradients(self, norm: torch.Tensor) -> None:
+        """Adds the norm, 0-dim, of gradients that are equal on all ranks of a stage."""
+        self._norms = norm if self._norms is None else self._norms + norm
         self._due = True
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -100,16 +109,20 @@ class SharedInputs:
         run = self._run
         group = run.group(*run.mesh.model_axes)
         stage = run.mesh.position(run.backend.rank, run.mesh.names(AxisKind.STAGE))
-        everyone = run.backend.all_gather_object((stage, self._inputs, self._numbers), group)
+        norms = 0.0 if self._norms is None else float(self._norms)
+        everyone = run.backend.all_gather_object((stage, self._inputs, self._numbers, norms), group)
         self._inputs = self._numbers = 0
-        self._due = False
-        by_stage = {stage: numbers for stage, _, numbers in reversed(everyone)}  # of the first rank of each
-        for rank, (stage, inputs, numbers) in zip(group.ranks, everyone, strict=True):
+        self._norms, self._due = None, False
+        by_stage = {stage: (numbers, norms) for stage, _, numbers, norms in reversed(everyone)}  # of the first of each
+        for rank, (stage, inputs, *mine) in zip(group.ranks, everyone, strict=True):
+            numbers, norms = by_stage[stage]
             if inputs != everyone[0][1]:
                 self._refuse(f"Rank {rank} computes a forward pass of other samples than rank {group.ranks[0]}.")
-            if numbers != by_stage[stage]:
-                first = next(r for r, (s, *_) in zip(group.ranks, everyone, strict=True) if s == stage)
+            first = next(r for r, (s, *_) in zip(group.ranks, everyone, strict=True) if s == stage)
+            if mine[0] != numbers:
                 self._refuse(f"Rank {rank} draws other random numbers than rank {first}.")
+            if abs(mine[1] - norms) > ROUNDING * abs(norms):  # not if one is NaN
+                self._refuse_gradients(rank, first)
 
     def _refuse(self, what: str) -> None:
         group = self._run.group(*self._run.mesh.model_axes)
@@ -122,6 +135,17 @@ class SharedInputs:
             fix="seed by data-parallel rank, set_seed(seed + accelerator.process_index) in place of set_seed(seed, "
             "device_specific=True); seed the random numbers of datasets; and give what one rank alone draws a "
             "generator of its own",
+        )
+
+    def _refuse_gradients(self, rank: int, other: int) -> None:
+        group = self._run.group(*self._run.mesh.model_axes)
+        raise DesyncError(
+            f"Rank {rank} has made a step with other gradients than rank {other} of parameters that both hold in full.",
+            where=f"one of the last {EVERY} steps, ranks {list(group.ranks)} of group {group.name!r}",
+            why="each has changed its gradients by itself, for example clipped them by a norm of `parameter.grad`, "
+            "which is that of its own shards; the copies of a weight drift apart",
+            fix="clip with accelerator.clip_grad_norm_(model.parameters(), max_norm), which returns the norm over all "
+            "ranks, in place of torch.nn.utils.clip_grad_norm_",
         )
 
 

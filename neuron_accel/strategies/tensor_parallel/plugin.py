@@ -12,17 +12,25 @@ from neuron_accel.contract import (
     AxisKind,
     AxisSpec,
     ConfigurationError,
+    GradientPart,
     LayoutSpace,
     NeuronAccelError,
     Phase,
     PluginSpec,
     StrategyPlugin,
+    global_norm,
+    unsharded_gradients,
 )
 from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
 
 if TYPE_CHECKING:
+    import torch
+
     from neuron_accel.contract import PreparedModel, Run
     from neuron_accel.models.support import SupportReport
+
+_SMALL = 1 << 16
+"""Elements of the largest parameter that is compared: embeddings that are not sharded would take time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +123,18 @@ class TensorParallelPlugin(TensorParallelOptions):
         embeddings = self.parallelize_embeddings and given is None and own_forward
         rewrite(architecture, plan_shards(architecture, degree, parallelize_embeddings=embeddings), model, run)
 
+    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """Notes the gradients of parameters that each rank holds in full, which the ranks compare at times. A norm
+        would be a graph of its own on lazy devices."""
+        if run.mesh.degree(AXIS) == 1 or run.backend.is_lazy or not run.backend.has_values:
+            return
+        copies = [p for group in optimizer.param_groups for p in group["params"] if _is_copy(p, run)]
+        of_shards = getattr(optimizer, "gradient_parts", None)
+        parts = unsharded_gradients(copies, run) if of_shards is None else of_shards(copies)
+        mine = [GradientPart(part.tensor, ()) for part in parts if part.tensor is not None]
+        if mine:
+            run.shared_inputs.add_gradients(global_norm(mine, run))  # over no axis: nothing is sent
+
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Shows what the sharded modules communicate."""
         from neuron_accel.strategies.tensor_parallel.traffic import explain_traffic
@@ -144,3 +164,8 @@ class TensorParallelPlugin(TensorParallelOptions):
             return SupportReport(**asked, supported=False, reason=str(error))
         sizes: dict[str, Any] = {**sizes_of(model, shard_plans)}
         return SupportReport(**asked, supported=True, sequence=architecture.plan.sequence, **sizes)
+
+
+def _is_copy(parameter: torch.Tensor, run: Run) -> bool:
+    record = run.find_parameter(parameter)
+    return record is not None and not record.layout.axes and parameter.numel() <= _SMALL

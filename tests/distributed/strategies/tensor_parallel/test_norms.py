@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.testing import run_ranks
+from neuron_accel.errors import DesyncError
+from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import loader_of
 from tests.distributed.models import llama, token_batches
 
@@ -65,3 +66,41 @@ def test_norms_and_clipping_like_one_process(case: str) -> None:
         assert found == pytest.approx(norms, rel=1e-5)
     for name, weight in results[0][1].items():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _clipped_by(way: str, plugins: list[Any], optimizer: Any) -> None:
+    """Two steps, with a norm of what each rank holds."""
+    accelerator = NeuronAccelerator(config={"plugins": [{"model_parallelism": {"tensor_parallel_size": 2}}, *plugins]})
+    model = _model(kv_heads=2)
+    model, optimizer = accelerator.prepare(model, optimizer(model.parameters()))
+    for batch in token_batches(2):
+        accelerator.backward(model(**batch).loss)
+        if way == "torch":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        elif way == "by hand":
+            norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5 / norm)
+        else:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.get_state_dict(model)
+
+
+COMBINED = [([], 2), ([SP, "zero1"], 4), (["fully_sharded"], 4)]
+
+
+@pytest.mark.parametrize(("plugins", "ranks"), COMBINED)
+@pytest.mark.parametrize("way", ["torch", "by hand"])
+def test_clipping_by_the_norm_of_shards_is_an_error(way, plugins, ranks):
+    with pytest.raises(RanksError) as raised:
+        run_ranks(_clipped_by, ranks, way, plugins, torch.optim.AdamW)
+    found = raised.value.errors[0]
+    assert isinstance(found, DesyncError)
+    assert "accelerator.clip_grad_norm_" in found.fix
+
+
+@pytest.mark.parametrize(("plugins", "ranks"), COMBINED)
+def test_changing_each_element_is_not(plugins, ranks):
+    run_ranks(_clipped_by, ranks, "values", plugins, torch.optim.AdamW)
