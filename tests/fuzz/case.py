@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,15 @@ COMPOSITIONS = {
     "pp2 x dp2 + zero1": Composition(ranks=4, plugins=({"model_parallelism": PP2}, "zero1"), holders=2),
     "tp2 x pp2": Composition(ranks=4, plugins=({"model_parallelism": {**TP2, **PP2}},), holders=4),
 }
+FULLY = {
+    "zero1 x 2": Composition(ranks=2, plugins=("fully_sharded",)),
+    "zero1 x 3": Composition(ranks=3, plugins=("fully_sharded",)),
+    "tp2 x dp2 + zero1": Composition(ranks=4, plugins=({"model_parallelism": TP2}, "fully_sharded"), holders=2),
+    "pp2 x dp2 + zero1": Composition(ranks=4, plugins=({"model_parallelism": PP2}, "fully_sharded"), holders=2),
+}
+"""What is drawn in place of some compositions, since it came later."""
+DRAWN = tuple(COMPOSITIONS)
+COMPOSITIONS |= {name.replace("zero1", "fully sharded"): composition for name, composition in FULLY.items()}
 ON_XLA = ("dp2", "zero1 x 2", "tp2", "tp2 + sp", "tp2 x dp2 + zero1", "pp2")
 WEIGHTS = {"one": 0.3, "zero1 x 1": 0.4, "dp4": 0.5, "dp3": 0.7, "zero1 x 2": 2, "dp2": 2, "tp2 x pp2": 0.5}
 
@@ -129,12 +138,16 @@ EDITS = {
     "rows": "p.grad[:1] = 0.0",
     "data": "p.grad.data.clamp_(-0.01, 0.01)",
     "detached": "p.grad.detach().mul_(0.5)",
+    "numpy": "p.grad.numpy()[...] *= 0.5",
     "out": "torch.mul(p.grad, 0.5, out=p.grad)",
     "assigned": "p.grad = p.grad * 0.5",
+    "assigned data": "p.grad.data = p.grad.data * 0.5",
     "copied": "p.grad.copy_(p.grad * 0.5)",
     "dropped": "p.grad = None if p.ndim < 2 else p.grad",
+    "foreach": "torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)",
+    "groups": "torch._foreach_mul_(parts.gradients(optimizer), 0.5)",
 }
-"""What loops do to the gradient of a parameter ``p``. ``"foreach"`` is the same for several at once."""
+"""What loops do to the gradient of a parameter ``p``, or to those of a ``model`` or an ``optimizer``."""
 WRITES = {
     "in place": "p.mul_(0.9)",
     "view": "p.view(-1)[: p.numel() // 2] = 0.0",
@@ -142,13 +155,23 @@ WRITES = {
     "data": "p.data.mul_(0.9)",
     "assigned data": "p.data = p.data * 0.9",
     "detached": "p.detach().clamp_(-0.05, 0.05)",
+    "numpy": "p.detach().numpy()[...] *= 0.9",
     "out": "torch.mul(p, 0.9, out=p)",
     "copied": "p.copy_(p * 0.9)",
     "init": "nn.init.constant_(p, 0.05) if p.ndim < 2 else None",
+    "foreach": "torch._foreach_mul_(list(model.parameters()), 0.9)",
+    "vector": "parts.as_vector(model, 0.9)",
+    "groups": "torch._foreach_mul_([p for group in optimizer.param_groups for p in group['params']], 0.9)",
+    "load": "model.load_state_dict(parts.scaled(model.state_dict(), 0.9))",
 }
-"""What loops do to a parameter ``p``. ``"foreach"`` is the same for several at once, ``"load"`` loads a state dict."""
+"""What loops do to a parameter ``p``, or to those of a ``model`` or an ``optimizer``."""
 BY_PLACE = ("view", "rows")
 """Of these, those that ranks with a shard of a parameter do to other elements than one process does."""
+LINEAR = tuple(road for road in EDITS if road not in ("data", "dropped"))
+"""Edits that mean the same for the gradients of one rank and for their mean."""
+WRAPPERS = ("lookahead", "average", "schedule-free", "sam", "sam closure")
+AVERAGES = ("average", "schedule-free")
+"""Optimizers that are switched to other weights for an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,16 +202,19 @@ class Case:
             parallelism (a stage, and a part of a sequence, has random numbers of its own), and on XLA devices. There is
             no reference for it. What is checked: nothing raises, ranks agree about values and replicated weights, and
             everything has the right shape and is finite.
-        edit_by: how the loop edits gradients before each step: one of ``EDITS``; ``write_by``: how it writes weights
-            after the second one: one of ``WRITES``.
+        edit_by: how the loop edits gradients before each step: one of ``EDITS``; ``edit_micro``: after each backward.
+        write_by: how it writes weights: one of ``WRITES``; after the second step, or with ``write_early`` before it,
+            when there are gradients.
+        unread: gradients are not read before a step.
         clip_by: ``"torch"`` clips with ``torch.nn.utils.clip_grad_norm_``, ``"hand"`` with norms that the loop adds up.
         seeds: the loop seeds by ``"rank"`` (``process_index``) or with ``"set_seed"`` (Accelerate's, with
-            ``device_specific=True``) before each step, and draws a number of its own. Nothing is recorded of these.
+            ``device_specific=True``) before each forward pass, and draws a number.
         auxiliary: a forward hook of the model adds a term to the loss.
         second: another model is prepared, for evaluation, and its outputs are a part of the loss.
         kv_heads: heads of keys and values of ``"llama"`` with four heads; 0: two.
         ema: the loop keeps an average of the weights and after the second step ``"copy"`` puts it into the model by
             ``copy_``, ``"load"`` by ``load_state_dict``.
+        wraps: one of ``WRAPPERS``: an optimizer that holds ``optimizer``, or is of another kind than torch's.
     """
 
     seed: int = 0
@@ -238,18 +264,26 @@ class Case:
     compiled: str = ""
     own_masks: bool = False
     edit_by: str = ""
+    edit_micro: bool = False
     write_by: str = ""
+    write_early: bool = False
+    unread: bool = False
     clip_by: str = ""
     seeds: str = ""
     auxiliary: bool = False
     second: bool = False
     kv_heads: int = 0
     ema: str = ""
+    wraps: str = ""
     fault: str = ""
 
     @property
     def mesh(self) -> Composition:
         return COMPOSITIONS[self.composition]
+
+    @property
+    def fully(self) -> bool:
+        return "fully_sharded" in str(self.mesh)
 
     @property
     def plugins(self) -> list[Any]:
@@ -265,6 +299,8 @@ class Case:
                     options["tensor_parallel_plan"] = dict(Blocks.PLAN)
                 if options.get("pipeline_parallel_size"):
                     options["stage_cuts"] = ["blocks.1"]
+            if name == "fully_sharded" and self.model.startswith("blocks"):
+                options["modules"] = "blocks.*"
             if name == "zero1" and self.clip == "plugin":
                 options["max_norm"] = 0.5
             plugins.append({name: options} if options else name)
@@ -331,7 +367,7 @@ def draw(seed: int, *, composition: str | None = None, backend: str = "gloo") ->
     def sometimes(p: float) -> bool:
         return r.random() < p
 
-    names = ON_XLA if backend == "xla" else tuple(COMPOSITIONS)
+    names = ON_XLA if backend == "xla" else DRAWN
     drawn = r.choices(names, [WEIGHTS.get(name, 1) for name in names])[0]
     name = composition or drawn
     mesh = COMPOSITIONS[name]
@@ -457,7 +493,9 @@ def draw(seed: int, *, composition: str | None = None, backend: str = "gloo") ->
     if backend == "gloo" and plain and sometimes(0.3):
         _with_complex(fields, mesh)
     _draw_later(fields, mesh, random.Random(f"{seed}, later"))
-    _draw_between(fields, mesh, random.Random(f"{seed}, between"))
+    _draw_between(fields, mesh)
+    if backend == "gloo" and composition is None and name in FULLY and random.Random(f"{seed}, fully").random() < 0.4:
+        _shard_fully(fields)
     if backend == "xla":
         fields.update(_for_xla(fields, mesh))
     return Case(**fields)
@@ -500,42 +538,76 @@ def _draw_later(fields: dict[str, Any], mesh: Composition, r: random.Random) -> 
             fields["dropout" if exact and r.random() < 0.75 else "own_masks"] = True
 
 
-def _draw_between(fields: dict[str, Any], mesh: Composition, r: random.Random) -> None:
-    """What users do between the calls of a step, from random numbers of their own again, since all of it came later."""
-    names = ("edit_by", "write_by", "clip_by", "seeds", "auxiliary", "second", "kv_heads", "ema", "rounded")
-    draws, chosen = {name: r.random() for name in names}, r.random()
-    xla, whole, staged = fields["backend"] == "xla", mesh.holders == 1, "pp2" in fields["composition"]
-    real = fields["model"] not in ("complex", "odd", *PARAMETRIZED)
-    loop = fields["loop"] == "plain" and not any(
-        fields.get(name) for name in ("uneven", "compiled", "half", "own_masks")
-    )
-    if fields["model"].startswith("llama") and draws["kv_heads"] < 0.5:
-        fields["kv_heads"] = (1, 2, 4)[int(chosen * 3)]
-    if not loop or xla or not real:
+def _draw_between(fields: dict[str, Any], mesh: Composition) -> None:
+    """What users do between the calls of a step, each from random numbers of its own, since all of it came later."""
+
+    def one_of(name: str, chance: float, values: Sequence[Any]) -> None:
+        r = random.Random(f"{fields['seed']}, {name}")
+        if r.random() < chance:
+            fields[name] = r.choice(values)
+
+    if fields["model"].startswith("llama"):
+        one_of("kv_heads", 0.5, (1, 2, 4))
+    others = any(fields.get(name) for name in ("uneven", "compiled", "half", "own_masks"))
+    if fields["loop"] != "plain" or others or fields["backend"] == "xla":
         return
+    if fields["model"] in ("complex", "odd", *PARAMETRIZED):
+        return
+    sliced, staged, zero = ("tp2" in fields["composition"], "pp2" in fields["composition"], "zero1" in str(mesh))
+    simple = not fields.get("masked") and not fields.get("two_backwards")
 
-    def one_of(kinds: Sequence[str]) -> str:
-        return kinds[int(chosen * len(kinds))]
+    def roads(table: Iterable[str]) -> list[str]:
+        return [road for road in table if not (sliced and road in BY_PLACE)]
 
-    sliced = "tp2" in fields["composition"]
-    if draws["edit_by"] < 0.12:
-        fields["edit_by"] = one_of([kind for kind in (*EDITS, "foreach") if not (sliced and kind in BY_PLACE)])
-    if draws["write_by"] < 0.12:
-        fields["write_by"] = one_of(
-            [kind for kind in (*WRITES, "foreach", "load") if not (sliced and kind in BY_PLACE)]
-        )
-    if draws["clip_by"] < 0.06 and fields.get("clip", "") in ("", "norm"):
-        fields["clip"], fields["clip_by"] = "", one_of(("torch", "hand"))
-    if draws["seeds"] < 0.06 and not fields.get("dropout"):
-        fields["seeds"] = one_of(("rank", "set_seed"))
-    if draws["auxiliary"] < 0.06 and not staged and not fields.get("masked") and not fields.get("two_backwards"):
-        fields["auxiliary"] = True
-    if draws["second"] < 0.06 and not staged and not fields.get("masked"):
-        fields["second"] = True
-    if draws["ema"] < 0.06 and not fields.get("average"):
-        fields["ema"] = one_of(("copy", "load"))
-    if draws["rounded"] < 0.04 and whole and fields.get("dtype", "float32") == "float32" and not fields.get("autocast"):
-        fields["dtype"] = "bfloat16" if fields["model"] not in TEXT else "float32"
+    one_of("wraps", 0.3, WRAPPERS)
+    if fields.get("wraps"):
+        _make_wrapped(fields, simple)
+    if mesh.holders == 1 and fields["model"] not in TEXT and fields.get("dtype", "float32") == "float32" and zero:
+        one_of("dtype", 0.2 if not fields.get("autocast") else 0, ("bfloat16",))
+    one_of("edit_by", 0.35, roads(EDITS))
+    if fields.get("edit_by") == "dropped" and fields.get("wraps", "").startswith("sam"):
+        fields["edit_by"] = ""  # it remembers the weights of what had a gradient before the closure
+    if fields.get("edit_by") in LINEAR and not fields.get("unused"):
+        one_of("edit_micro", 0.4, (True,))
+    frozen = fields.get("wraps") and (fields["frozen"] or fields["unused"])  # left alone, though the optimizer has it
+    one_of("write_by", 0.35 if not frozen else 0, roads(WRITES))
+    if fields.get("write_by"):
+        one_of("write_early", 0.3, (True,))
+    if fields.get("dtype") == "bfloat16" and "numpy" in (fields.get("edit_by"), fields.get("write_by")):
+        fields["edit_by"] = fields["write_by"] = ""
+    one_of("unread", 0.3, (True,))
+    if fields.get("clip", "") == "" and not staged:  # a stage clips its own gradients, as the guide says
+        one_of("clip_by", 0.3, ("torch", "hand"))
+    if not fields.get("dropout"):
+        one_of("seeds", 0.15, ("rank", "set_seed"))
+    if simple and not staged:
+        one_of("auxiliary", 0.15, (True,))
+        one_of("second", 0.15, (True,))
+    if not fields.get("average") and not frozen:
+        one_of("ema", 0.15, ("copy", "load"))
+
+
+def _shard_fully(fields: dict[str, Any]) -> None:
+    """Fully sharded instead of ZeRO-1, with a model of blocks, without what reads weights outside of its context."""
+    fields["composition"] = fields["composition"].replace("zero1", "fully sharded")
+    if fields["model"] not in SHARDED:
+        fields["model"] = "blocks"
+        fields["frozen"] = words_of("blocks")[:1] if fields.get("frozen") else ()
+    for name in ("average", "edits", "penalty", "compiled", "uneven", "half"):
+        fields.pop(name, None)
+    if fields["loop"] in ("gan", "two models", "teacher") or fields.get("clip") == "plugin":
+        fields["loop"], fields["clip"] = "plain", ""
+
+
+def _make_wrapped(fields: dict[str, Any], simple: bool) -> None:
+    """Without what such an optimizer does not do in one process either."""
+    wraps = fields["wraps"]
+    twice = wraps.startswith("sam") and not (simple and fields["accumulation"] == 1)
+    late = fields["frozen"] or fields["unused"] or fields["model"] == "sometimes"  # state of what torch has not stepped
+    if twice or (wraps == "average" and late):
+        fields["wraps"] = "lookahead"
+    for name in ("add_group", "by_hand_at", "save_at", "scheduler", "scheduler_by_epoch", "scheduler_unprepared"):
+        fields.pop(name, None)
 
 
 def _make_uneven(fields: dict[str, Any], mesh: Composition, r: random.Random) -> None:
@@ -599,6 +671,9 @@ def simpler(case: Case) -> list[Case]:
 
 
 SIMPLER = {
+    "fully sharded x 3": "fully sharded x 2",
+    "tp2 x dp2 + fully sharded": "fully sharded x 2",
+    "pp2 x dp2 + fully sharded": "fully sharded x 2",
     "dp3": "dp2",
     "dp4": "dp2",
     "dp2, small buckets": "dp2",

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from tests.distributed import models
+from tests.distributed.optimizers import SAM, Delegating, Lookahead, ScheduleFree  # noqa: F401
 from tests.fuzz.plain import Process
 
 CLASSES, WIDTH, VOCABULARY, LENGTH, IMAGE = 4, 8, 32, 8, 6
@@ -344,6 +345,21 @@ def groups(model: nn.Module, *, frozen: bool = True) -> list[dict[str, Any]]:
     split = [[p for p in named if p.ndim > 1], [p for p in named if p.ndim <= 1]]
     options = ({"weight_decay": 0.02}, {"weight_decay": 0.0, "lr": 0.02})
     return [{"params": params, **more} for params, more in zip(split, options, strict=True) if params]
+
+
+def gradients(optimizer: Any) -> list[torch.Tensor]:
+    """Those of the parameters that an optimizer shows."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def as_vector(model: nn.Module, factor: float) -> None:
+    """Scales weights as one vector, of which each is a part afterwards."""
+    parameters = list(model.parameters())
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters) * factor, parameters)
+
+
+def scaled(state: dict[str, Any], factor: float) -> dict[str, Any]:
+    return {name: value * factor if value.is_floating_point() else value for name, value in state.items()}
 
 
 def clip_by_hand(model: nn.Module, most: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from tests.fuzz.case import (
+    AVERAGES,
     EDITS,
     IMAGES,
     OPTIMIZERS,
@@ -168,11 +169,12 @@ def _prepare(case: Case, out: Lines, *names: str) -> None:
 
 def _clip(case: Case, out: Lines, model: str = "model") -> None:
     if case.clip_by:
+        most = 0.5 if case.mesh.holders == 1 else 0.01  # what ranks notice is that they have clipped differently
         with out.under("if accelerator.sync_gradients:"):
             if case.clip_by == "torch":
-                out(f"nn.utils.clip_grad_norm_({model}.parameters(), 0.5)")
+                out(f"nn.utils.clip_grad_norm_({model}.parameters(), {most})")
             else:
-                out(f"parts.clip_by_hand({model}, 0.5)")
+                out(f"parts.clip_by_hand({model}, {most})")
     norm = {"norm": "0.5", "inf": "0.1, float('inf')"}.get(case.clip)
     if norm:
         clipped = f"accelerator.clip_grad_norm_({model}.parameters(), {norm})"
@@ -232,7 +234,13 @@ def _model_and_optimizer(case: Case, out: Lines) -> None:
         out(f"optimizer = {_optimizer(case, '[p for p in model.parameters() if p.ndim >= 2]')}")
         out(f"other = {_optimizer(case, 'first', 'SGD momentum')}")
     else:
-        out(f"optimizer = {_optimizer(case, parameters)}")
+        wrapped = {
+            "lookahead": f"parts.Lookahead({_optimizer(case, parameters)})",
+            "average": f"parts.Delegating({_optimizer(case, parameters)})",
+            "schedule-free": f"parts.ScheduleFree({parameters}, lr=0.05)",
+        }
+        sam = f"parts.SAM({parameters}, torch.optim.SGD, lr=0.1, momentum=0.9)"
+        out(f"optimizer = {wrapped.get(case.wraps, sam) if case.wraps else _optimizer(case, parameters)}")
 
 
 def _prepare_all(case: Case, out: Lines) -> None:
@@ -259,8 +267,11 @@ def _prepare_all(case: Case, out: Lines) -> None:
         out("average = torch.optim.swa_utils.AveragedModel(accelerator.unwrap_model(model))")
     elif case.average:
         out("average = copy.deepcopy(accelerator.unwrap_model(model)).requires_grad_(False)")
+    if case.wraps == "schedule-free":
+        out("optimizer.optimizer.train()")
     if case.ema:
-        out("means = [p.detach().clone() for p in model.parameters()]")
+        with out.under(_writing(case)):
+            out("means = [p.clone() for p in model.parameters()]")
     if case.hook:
         out("next(p for p in model.parameters() if p.requires_grad).register_hook(lambda gradient: gradient * 0.5)")
 
@@ -318,18 +329,29 @@ def _backward(case: Case, out: Lines) -> None:
         out('record.value("loss", accelerator.reduce(loss.detach(), "mean"))')
 
 
+def _by_road(out: Lines, road: str, condition: str = "") -> None:
+    """Does something to each parameter, or to all of them."""
+    if "model" in road or "optimizer" in road:
+        out(road)
+        return
+    with out.under("for p in model.parameters():"), out.under(condition) if condition else nullcontext():
+        out(road)
+
+
+def _writing(case: Case) -> str:
+    return f"with {'accelerator.full_weights(model), ' if case.fully else ''}torch.no_grad():"
+
+
+def _write(case: Case, out: Lines) -> None:
+    with out.under(_writing(case)):
+        _by_road(out, WRITES[case.write_by])
+
+
 def _edit(case: Case, out: Lines) -> None:
     """What some loops do to gradients."""
-    if case.edit_by == "foreach":
-        with out.under("if accelerator.sync_gradients:"):
-            out("torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)")
-    elif case.edit_by:
-        with (
-            out.under("if accelerator.sync_gradients:"),
-            out.under("for p in model.parameters():"),
-            out.under("if p.grad is not None:"),
-        ):
-            out(EDITS[case.edit_by])
+    if case.edit_by:
+        with nullcontext() if case.edit_micro else out.under("if accelerator.sync_gradients:"):
+            _by_road(out, EDITS[case.edit_by], "if p.grad is not None:")
     change = {
         "scale": "p.grad.mul_(0.5)",
         "drop": "p.grad = None",
@@ -345,7 +367,13 @@ def _edit(case: Case, out: Lines) -> None:
 
 
 def _update(case: Case, out: Lines) -> None:
-    out("optimizer.step()")
+    if case.write_early:
+        with out.under("if accelerator.sync_gradients and step == 1:"):
+            _write(case, out)
+    if case.wraps.startswith("sam"):
+        _step_twice(case, out)
+    else:
+        out("optimizer.step()")
     if case.loop == "two optimizers":
         out("other.step()")
     if case.edits == "clamp weights":
@@ -368,6 +396,27 @@ def _update(case: Case, out: Lines) -> None:
         out("record.rates(optimizer)")
 
 
+def _step_twice(case: Case, out: Lines) -> None:
+    """SAM, by its methods or with a closure."""
+    if case.wraps == "sam":
+        out("optimizer.optimizer.first_step(zero_grad=True)")
+        _loss(case, out)
+        _backward(case, out)
+        out("optimizer.optimizer.second_step(zero_grad=True)")
+        return
+    with out.under("def closure():"):
+        out("optimizer.zero_grad()")
+        _loss(case, out)
+        _backward(case, out)
+    out("optimizer.step(closure)")
+
+
+def _switch(case: Case, out: Lines, method: str) -> None:
+    """Changes the weights for an evaluation, and back to those that are trained."""
+    if case.wraps in AVERAGES:
+        out(f"optimizer.optimizer.{method if case.wraps == 'schedule-free' else 'swap_average'}()")
+
+
 def _zero(case: Case, out: Lines) -> None:
     how = "set_to_none=False" if case.keep_zeros else ""
     out(f"optimizer.zero_grad({how})")
@@ -380,8 +429,11 @@ def _step_body(case: Case, out: Lines) -> None:
         _zero(case, out)
     _loss(case, out)
     _backward(case, out)
-    _gradients(case, out)
+    if case.masked or not (case.unread or case.edit_by):
+        _gradients(case, out)
     _edit(case, out)
+    if case.edit_by and not case.unread:
+        _gradients(case, out)
     _clip(case, out)
     _update(case, out)
     if case.zero_first and case.accumulation > 1:
@@ -429,9 +481,12 @@ def _plain(case: Case, out: Lines) -> None:
                 out('record.weights("loaded", accelerator, model)')
         if case.evaluate:
             out("model.eval()")
+            _switch(case, out, "eval")
             with out.under("with torch.no_grad(), accelerator.autocast():"), out.under("for batch in held_out:"):
                 out(f'record.value("evaluation", accelerator.gather_for_metrics({_logits(case)}.float()))')
             out("model.train()")
+            _switch(case, out, "train")
+    _switch(case, out, "eval")
     out('record.weights("weights", accelerator, model)')
     if case.average:
         out('record.tensors("average", average.state_dict())')
@@ -459,30 +514,18 @@ def _events(case: Case, out: Lines) -> None:
         ):
             out("mean.lerp_(now, 0.1)")
     if case.ema:
-        with (
-            out.under("with torch.no_grad():"),
-            out.under("for mean, p in zip(means, model.parameters(), strict=True):"),
-        ):
+        with out.under(_writing(case)), out.under("for mean, p in zip(means, model.parameters(), strict=True):"):
             out("mean.lerp_(p, 0.5)")
             with out.under("if step == 2:") if case.ema == "copy" else nullcontext():
                 if case.ema == "copy":
                     out("p.copy_(mean)")
         if case.ema == "load":
-            with out.under("if step == 2:"):
+            with out.under("if step == 2:"), out.under(_writing(case)):
                 out("names = [name for name, _ in model.named_parameters()]")
                 out("model.load_state_dict({**model.state_dict(), **dict(zip(names, means, strict=True))})")
-    if case.write_by:
+    if case.write_by and not case.write_early:
         with out.under("if step == 2:"):
-            if case.write_by == "load":
-                out("state = {k: v * 0.9 if v.is_floating_point() else v for k, v in model.state_dict().items()}")
-                out("model.load_state_dict(state)")
-            else:
-                with out.under("with torch.no_grad():"):
-                    if case.write_by == "foreach":
-                        out("torch._foreach_mul_(list(model.parameters()), 0.9)")
-                    else:
-                        with out.under("for p in model.parameters():"):
-                            out(WRITES[case.write_by])
+            _write(case, out)
     if case.by_hand_at:
         # without a schedule of its own the model's and the optimizer's are what there is
         scheduler = ", scheduler" if case.scheduler else ""

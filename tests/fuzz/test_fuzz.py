@@ -15,6 +15,7 @@ from tests.fuzz.case import (
     OWN,
     SCHEDULERS,
     TEXT,
+    WRAPPERS,
     WRITES,
     Case,
     draw,
@@ -51,8 +52,9 @@ def test_everything_there_is_gets_drawn():
     assert {case.scheduler for case in cases} == {*SCHEDULERS, ""}
     assert {case.loader for case in cases} == set(LOADERS)
     assert {case.model for case in cases} == {*OWN, *TEXT, "complex"}
-    assert {case.edit_by for case in cases} == {"", *EDITS, "foreach"}
-    assert {case.write_by for case in cases} == {"", *WRITES, "foreach", "load"}
+    assert {case.edit_by for case in cases} == {"", *EDITS}
+    assert {case.write_by for case in cases} == {"", *WRITES}
+    assert {case.wraps for case in cases} == {"", *WRAPPERS}
     assert {case.kv_heads for case in cases} == {0, 1, 2, 4}
     for field in dataclasses.fields(Case):
         if field.name not in ("seed", "backend", "fault"):
