@@ -17,15 +17,15 @@ from torch import nn
 
 from neuron_accel.backends.select import DryRun, Machine, connect, settle
 from neuron_accel.checkpoint.state.full_state import Weights, full_gradients, full_state_dict, without_ties
-from neuron_accel.checkpoint.state.resume import Resumed, step_of
+from neuron_accel.checkpoint.state.resume import Resumed, SavedBatch, say_batch, step_of
 from neuron_accel.checkpoint.state.session import Session, Source
 from neuron_accel.checkpoint.state.training import TrainingObjects
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches
+from neuron_accel.data.position import samples_at_once
 from neuron_accel.engine.plan.config import RunConfig, load_config
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
 from neuron_accel.engine.plan.registry import default_registry
-from neuron_accel.engine.plan.restart import KeptBatch
 from neuron_accel.engine.runtime.preview import explain_memory, explain_parameters, preview
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import UsageError
@@ -217,8 +217,8 @@ class NeuronAccelerator(Accelerator):
         self._hardware = hardware_of_run(os.environ, decision)
         self.run = begin(wanted, ranks, registry, self._hardware)
         sys.audit("neuron_accel.rendezvous")
-        self._kept_batch = KeptBatch(os.environ, self.run.data_parallel_size)
-        self._keep_batch()
+        self._steps_at_once = self.run.data_parallel_size
+        self._needs_accumulate = False  # after `keep_batch` has raised the accumulation
         self.run.backward_scale = self._backward_scale
         self.run.log, self.run.is_precompiling = self._log_figures, self.is_precompiling
         self.run.has_trackers = lambda: bool(self.trackers) and self.is_main_process
@@ -237,25 +237,6 @@ class NeuronAccelerator(Accelerator):
             f"<{type(self).__name__}: {self.plan.mesh}; plugins: {names or 'none'}; "
             f"rank {backend.rank} of {backend.world_size} on {backend.device}, backend {backend.name!r}>"
         )
-
-    def _keep_batch(self) -> None:
-        """Accumulates more micro-batches if the launcher has restarted this run on fewer data-parallel ranks."""
-        kept = self._kept_batch
-        if kept.is_raised:
-            before = self.gradient_accumulation_steps
-            self.gradient_accumulation_steps = kept.accumulation(before)
-            self._say_batch(before)
-
-    def _say_batch(self, accumulated: int) -> None:
-        kept = self._kept_batch
-        if self.is_main_process:
-            print(
-                f"neuron_accel: data-parallel size {kept.size} instead of {kept.full_size}: each rank accumulates "
-                f"{kept.accumulation(accumulated)} micro-batches instead of {accumulated}, so that an optimizer step "
-                "has as many samples as before",
-                file=sys.stderr,
-                flush=True,
-            )
 
     # ---- the run -----------------------------------------------------------------------------------------------------
     @property
@@ -582,7 +563,7 @@ class NeuronAccelerator(Accelerator):
             mine or self._optimizers,
             self.run,
             accumulating=lambda: self._step.is_accumulating,
-            steps_at_once=self._kept_batch.full_size,
+            steps_at_once=self._steps_at_once,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
@@ -615,6 +596,13 @@ class NeuronAccelerator(Accelerator):
             UsageError: if ``num_items`` is given and a plugin runs the backward pass itself, or ``loss`` is a sum of
                 torch's loss functions.
         """
+        if self._needs_accumulate and not self._step.is_accumulating:
+            raise UsageError(
+                "`load_state(keep_batch=True)` has no effect outside `accelerator.accumulate(model)`.",
+                where="accelerator.backward",
+                why=f"a step has {self.gradient_accumulation_steps} micro-batches now, and as many samples as before",
+                fix="run each micro-batch in `with accelerator.accumulate(model):`",
+            )
         plain = self.scaler is None and self.gradient_accumulation_steps == 1 and not kwargs
         accelerates = super().backward
 
@@ -1108,6 +1096,7 @@ class NeuronAccelerator(Accelerator):
         resume: Literal["latest"] | None = None,
         verify: bool = True,
         map_location: Literal["cpu", "on_device"] | None = None,
+        keep_batch: bool = False,
     ) -> Resumed:
         """Loads a checkpoint of :meth:`save_state`, saved on any mesh, or a folder of transformers' weights.
 
@@ -1124,19 +1113,57 @@ class NeuronAccelerator(Accelerator):
             verify: whether to compare every file with its checksum first.
             map_location: None, "cpu" or "on_device", accepted as in Accelerate; every tensor is loaded to the device of
                 its parameter.
+            keep_batch: whether an optimizer step has as many samples as in the run that saved, and advances schedules
+                as far, on whatever number of ranks: `gradient_accumulation_steps` follows from the checkpoint and the
+                batch size of the first prepared loader. The loop has to use `accumulate`. Only the last step of an
+                epoch may differ, to which `even_batches` adds samples.
 
         Returns:
             what was loaded; false in a condition if there was nothing, which happens only with ``resume``.
 
         Raises:
             CheckpointError: on every rank, before anything is changed.
+            ConfigurationError: if these ranks cannot share the samples of a step.
         """
         check_map_location(map_location)
         if load_kwargs:
             raise UsageError("`load_kwargs` are arguments for unpickling, and nothing is unpickled here.")
-        counters, resumed = self._session.load(input_dir, resume=resume, verify=verify)
+        kept: list[SavedBatch] = []
+
+        def keep(saved: SavedBatch) -> None:
+            self._accumulation_for(saved)
+            kept.append(saved)
+
+        counters, resumed = self._session.load(
+            input_dir, resume=resume, verify=verify, check=keep if keep_batch else None
+        )
+        for saved in kept:
+            self._keep(saved)
         self.step = step_of(counters, self.step, self.gradient_accumulation_steps)
         return resumed
+
+    def _samples_at_once(self) -> int:
+        """The samples of a micro-batch on all ranks, of the first loader; 0 if no loader is prepared."""
+        loader = next((loader for loader in self._dataloaders if hasattr(loader, "position")), None)
+        return 0 if loader is None else samples_at_once(loader)
+
+    def _samples_of_step(self) -> int:
+        return self._samples_at_once() * self.gradient_accumulation_steps
+
+    def _accumulation_for(self, saved: SavedBatch) -> int:
+        size = self.run.data_parallel_size
+        return saved.accumulation_for(size, samples=self._samples_at_once(), splits=bool(self.split_batches))
+
+    def _keep(self, saved: SavedBatch) -> None:
+        """Continues with the samples of a step and the schedule of the run that saved a checkpoint."""
+        before, self.gradient_accumulation_steps = self.gradient_accumulation_steps, self._accumulation_for(saved)
+        self._needs_accumulate = before == 1 and self.gradient_accumulation_steps > 1
+        self._steps_at_once = saved.steps_at_once
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, PreparedScheduler):
+                scheduler.steps_at_once = self._steps_at_once
+        if self.is_main_process and before != self.gradient_accumulation_steps:
+            say_batch(saved, self.run.data_parallel_size, before, self.gradient_accumulation_steps)
 
     def _source(self) -> Source:
         """The objects that a checkpoint contains."""
@@ -1167,6 +1194,8 @@ class NeuronAccelerator(Accelerator):
                 "step": self.step,
                 "iteration": self.save_iteration,
                 "accumulation": self.gradient_accumulation_steps,
+                "samples": self._samples_of_step(),
+                "steps_at_once": self._steps_at_once,
             },
         )
 

@@ -242,7 +242,7 @@ class PreparedScheduler(AcceleratedScheduler):
         optimizers: the prepared optimizers with which it advances.
         run: the run.
         accumulating: returns whether the loop is inside ``accumulate``.
-        steps_at_once: by how many steps it advances; the data-parallel size at the first start of the run.
+        steps_at_once: by how many steps it advances; the data-parallel size, or that of the run that is continued.
         kwargs: arguments of ``accelerate.scheduler.AcceleratedScheduler``.
     """
 
@@ -257,7 +257,7 @@ class PreparedScheduler(AcceleratedScheduler):
         **kwargs: Any,
     ) -> None:
         super().__init__(scheduler, optimizers, **kwargs)
-        self._run, self._accumulating, self._steps_at_once = run, accumulating, steps_at_once
+        self._run, self._accumulating, self.steps_at_once = run, accumulating, steps_at_once
         self._takes_metric = isinstance(scheduler, ReduceLROnPlateau)
         self._stepping = run.join.register("a scheduler step", self._step_along)
 
@@ -288,7 +288,7 @@ class PreparedScheduler(AcceleratedScheduler):
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
-        for _ in range(1 if self.split_batches else self._steps_at_once):
+        for _ in range(1 if self.split_batches else self.steps_at_once):
             # OneCycleLR raises an error after its last step, which a shorter last batch can lead past.
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler._step_count <= total:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from neuron_accel.accelerator import NeuronAccelerator  # isort: skip  # first: 
 from accelerate.utils import recursively_apply, release_memory, send_to_device
 
 from neuron_accel.checkpoint.state.load import load_weights, refresh_masters
+from neuron_accel.checkpoint.state.resume import SavedBatch
 from neuron_accel.engine.runtime.run import PreparedModel
 from neuron_accel.errors import UsageError
 from neuron_accel.loop.precompile_mode import PrecompilationPlugin
@@ -29,15 +31,15 @@ class TrainersAccelerator(NeuronAccelerator):
         self._own: list[PreparedModel] = []  # what `prepare_once` has prepared
         super().__init__(**options)
 
-    def _keep_batch(self) -> None:
-        """The Trainer accumulates by itself; its arguments are changed by :meth:`kept_accumulation`."""
+    samples_of_step: Callable[[], int] = staticmethod(int)
+    """Returns the samples of an optimizer step: the Trainer accumulates by itself. 0: not known."""
 
-    def kept_accumulation(self, steps: int) -> int:
-        """The number of micro-batches that the Trainer accumulates, if it accumulated ``steps`` on all ranks."""
-        kept = self._kept_batch
-        if kept.is_raised:
-            self._say_batch(steps)
-        return kept.accumulation(steps)
+    def _samples_of_step(self) -> int:
+        return self.samples_of_step()
+
+    def saved_batch(self, folder: Path) -> SavedBatch:
+        """What a checkpoint says of the optimizer steps of the run that saved it. Collective."""
+        return self._session.saved_batch(folder)
 
     @property
     def trial_steps(self) -> int | None:

@@ -87,6 +87,13 @@ class StrategyArguments(OptimumArguments):
         default=False,
         metadata={"help": "Write the full model to output_dir after training, in transformers' format."},
     )
+    keep_batch: bool = field(
+        default=False,
+        metadata={
+            "help": "When training resumes on another number of ranks, change gradient_accumulation_steps so that a "
+            "step has as many samples as before."
+        },
+    )
     plugins: list[str] | None = field(
         default=None,
         metadata={"help": "Names of further strategy plugins, or in code plugin objects. See `neuron-accel plugins`."},

@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate
 
 from neuron_accel.checkpoint.format.index import is_pretrained
 from neuron_accel.checkpoint.format.manifest import has_manifest, read_manifest
+from neuron_accel.checkpoint.state.resume import say_batch
 from neuron_accel.checkpoint.state.training import random_state, set_random_state
 from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.engine.plan.restart import find_restart
@@ -172,7 +173,31 @@ class Checkpointing:
                     f"There is no complete checkpoint in {self.args.output_dir!r}.",
                     fix="start without resume_from_checkpoint, or pass the folder of a checkpoint",
                 )
+        if self.args.keep_batch and resume_from_checkpoint and has_manifest(Path(str(resume_from_checkpoint))):
+            self._keep_batch(Path(str(resume_from_checkpoint)))
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _samples_at_once(self) -> int:
+        """The samples of a micro-batch on all ranks."""
+        ranks = 1 if self.args.accelerator_config.split_batches else self.accelerator.run.data_parallel_size
+        return int(self.args.train_batch_size * ranks)
+
+    def _keep_batch(self, folder: Path) -> None:
+        """Accumulates so many micro-batches that a step has as many samples as in the run that saved."""
+        saved, size = self.accelerator.saved_batch(folder), self.accelerator.run.data_parallel_size
+        if not saved.samples:
+            raise CheckpointError(
+                "The checkpoint does not say how many samples an optimizer step had.",
+                where=f"{folder}; keep_batch=True",
+                why="it was saved by an earlier version, or not by this Trainer",
+                fix="set gradient_accumulation_steps yourself, without keep_batch",
+            )
+        before = self.args.gradient_accumulation_steps
+        now = saved.accumulation_for(size, samples=self._samples_at_once, splits=False)
+        self.args.gradient_accumulation_steps = now
+        if now != before and self.accelerator.is_main_process:
+            say_batch(saved, size, before, now)
 
     def _own_checkpoint(self) -> str | None:
         """The newest complete checkpoint that this run saved before it was started again, or None. Collective."""

@@ -91,7 +91,6 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
     state: Any
     control: Any
     _stops_on_signal: bool = False
-    _accumulated_before: int | None = None  # set after a restart on fewer ranks, and at a trial of a search
 
     def __repr__(self) -> str:
         model = type(getattr(self, "model", None)).__name__
@@ -124,9 +123,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
             **{name: value for name, value in options.items() if value is not None},
         )
         args._mesh = self.accelerator.plan.mesh
-        if self._accumulated_before != args.gradient_accumulation_steps:
-            args.gradient_accumulation_steps = self.accelerator.kept_accumulation(args.gradient_accumulation_steps)
-            self._accumulated_before = args.gradient_accumulation_steps
+        self.accelerator.samples_of_step = lambda: self._samples_at_once * args.gradient_accumulation_steps
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )

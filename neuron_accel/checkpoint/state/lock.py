@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import Files, failure
+from neuron_accel.engine.plan.restart import RUN
 from neuron_accel.errors import CheckpointError, NeuronAccelError
 from neuron_accel.storage import Location, RemotePath
 
@@ -314,11 +315,15 @@ def is_being_saved(folder: Location) -> bool:
 
 
 def _lives(found: dict[str, Any]) -> bool | None:
-    """Whether the process that made a lock lives; None if it is one of another machine."""
+    """Whether the process that made a lock lives; None if it is one of another machine.
+
+    On another machine the main process of an earlier start of this run, which its launcher has restarted without
+    waiting for a machine that is lost, counts as dead: should it live, it finds that its lock was taken.
+    """
     import psutil
 
     if not _is_near(found, this_process()):
-        return None
+        return False if found.get("run") and found["run"] == os.environ.get(RUN) else None
     try:
         process = psutil.Process(int(found["pid"]))
         return process.status() != psutil.STATUS_ZOMBIE and _started_at(found, _started(process))
@@ -328,7 +333,7 @@ def _lives(found: dict[str, Any]) -> bool | None:
 
 def _note(token: str) -> bytes:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return json.dumps({**this_process(), "time": now, "token": token}).encode()
+    return json.dumps({**this_process(), "run": os.environ.get(RUN), "time": now, "token": token}).encode()
 
 
 def _is_saving(other: dict[str, Any], path: Location) -> CheckpointError:

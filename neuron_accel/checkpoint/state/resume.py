@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import failure, read_bytes
 from neuron_accel.checkpoint.format.manifest import NAME, Manifest, has_manifest
-from neuron_accel.errors import CheckpointError
+from neuron_accel.errors import CheckpointError, ConfigurationError
 from neuron_accel.storage import Location
 
 _NAME = re.compile(r"checkpoint_(\d+)")
@@ -80,6 +81,59 @@ def step_of(counters: Mapping[str, int], step: int, accumulation: int) -> int:
     return saved if within else steps * accumulation
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedBatch:
+    """What a checkpoint says of the optimizer steps of the run that saved it.
+
+    Args:
+        data_parallel: number of its data-parallel ranks.
+        accumulation: micro-batches of a step on each of them.
+        samples: samples of a step on all of them together; 0 if that is not known.
+        steps_at_once: by how many steps a schedule advances in a step.
+    """
+
+    data_parallel: int
+    accumulation: int
+    samples: int
+    steps_at_once: int
+
+    def accumulation_for(self, data_parallel: int, *, samples: int, splits: bool) -> int:
+        """The micro-batches of a step on other ranks, with which it has as many samples.
+
+        Args:
+            data_parallel: the number of data-parallel ranks.
+            samples: samples of a micro-batch on all of them together; 0 if that is not known.
+            splits: whether a batch of the loader is split over the ranks.
+
+        Raises:
+            ConfigurationError: if it would not be a whole number.
+        """
+        before, now = self.samples, samples
+        if not before or not now:  # each rank has as many samples as before in a micro-batch
+            before, now = (self.accumulation, 1) if splits else (self.accumulation * self.data_parallel, data_parallel)
+        if before % now:
+            raise ConfigurationError(
+                f"{data_parallel} data-parallel ranks cannot continue a run of {self.data_parallel} with as many "
+                "samples in an optimizer step.",
+                where="keep_batch=True",
+                why=f"a step had {before} samples, and a micro-batch of these ranks has {now}"
+                if self.samples and samples
+                else f"a step had {before} micro-batches, which {now} ranks cannot share",
+                fix="choose a number of ranks or a batch size of which the product divides the samples of a step",
+            )
+        return before // now
+
+
+def say_batch(saved: SavedBatch, data_parallel: int, before: int, now: int) -> None:
+    """Says on the main process how a run continues with as many samples in a step."""
+    print(
+        f"neuron_accel: data-parallel size {data_parallel} instead of {saved.data_parallel}: each rank accumulates "
+        f"{now} micro-batches instead of {before}, so that an optimizer step has as many samples as before",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def numbered(folder: Location) -> dict[int, Location]:
     """Returns the folders ``checkpoint_N`` by number, complete or not."""
     matches = ((_NAME.fullmatch(path.name), path) for path in _contents(folder))
@@ -102,9 +156,18 @@ def latest_of(folder: Location) -> Location | None:
     return max(complete, key=lambda found: (found[0], str(found[1])))[1] if complete else None
 
 
-def when_saved(path: Location) -> tuple[str, int] | None:
-    """When a checkpoint was saved, in seconds and then by the time of the file; None if it is incomplete, or its
-    manifest is damaged. An error of a store is raised, since an older checkpoint would be loaded instead."""
+def last_number(folder: Location) -> int:
+    """The largest number of saves of the complete checkpoints in ``folder``; 0 without one."""
+    try:
+        return max((saved[0] for path in _contents(folder) if (saved := when_saved(path)) is not None), default=0)
+    except (CheckpointError, OSError):
+        return 0
+
+
+def when_saved(path: Location) -> tuple[int, str, int] | None:
+    """Orders checkpoints by when they were saved: by the number of saves, which only grows, and those of versions
+    without it before them, by the time in their manifest and then that of the file. None if a checkpoint is incomplete,
+    or its manifest is damaged. An error of a store is raised, since an older checkpoint would be loaded instead."""
     if not has_manifest(path):
         return None
     try:
@@ -112,9 +175,17 @@ def when_saved(path: Location) -> tuple[str, int] | None:
     except OSError:
         return None
     try:
-        return str(Manifest.from_bytes(stored, str(path / NAME)).info.get("saved", "")), written
+        info = Manifest.from_bytes(stored, str(path / NAME)).info
     except CheckpointError:
         return None
+    number = saves_in(info)
+    return (number, "", 0) if number else (0, str(info.get("saved", "")), written)
+
+
+def saves_in(info: Mapping[str, Any]) -> int:
+    """The number of saves in what a manifest says; 0 without one."""
+    number = info.get("saves")
+    return number if type(number) is int and 0 < number < 2**63 else 0
 
 
 def _contents(folder: Location) -> list[Location]:

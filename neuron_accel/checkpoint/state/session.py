@@ -22,17 +22,28 @@ import torch
 
 from neuron_accel.checkpoint.format.files import Files, failure, read_bytes
 from neuron_accel.checkpoint.format.manifest import NAME, Manifest, has_manifest, read_manifest
+from neuron_accel.checkpoint.state.fitting import check_counters
 from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
 from neuron_accel.checkpoint.state.lock import Lease, SaveLock, is_being_saved, is_this_process, lock_of, this_process
 from neuron_accel.checkpoint.state.lock import describe as describe_process
 from neuron_accel.checkpoint.state.matching import describe_model
-from neuron_accel.checkpoint.state.resume import NUMBERED, Resumed, describe_loaded, latest, latest_of, numbered
+from neuron_accel.checkpoint.state.resume import (
+    NUMBERED,
+    Resumed,
+    SavedBatch,
+    describe_loaded,
+    last_number,
+    latest,
+    latest_of,
+    numbered,
+    saves_in,
+)
 from neuron_accel.checkpoint.state.save import BackgroundSave, Contents, Destination, is_of_a_save, save
 from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
 from neuron_accel.checkpoint.state.snapshot import folder_of, written_here
 from neuron_accel.checkpoint.state.staging import StagingMemory
-from neuron_accel.checkpoint.state.training import TrainingObjects, capture, mesh_to
+from neuron_accel.checkpoint.state.training import TrainingObjects, capture, mesh_from, mesh_to
 from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
 from neuron_accel.engine.plan.restart import RUN
 from neuron_accel.engine.runtime.run import agreed
@@ -125,9 +136,18 @@ class Session:
         return str(folder)
 
     def load(
-        self, input_dir: str | os.PathLike[str] | None, *, resume: str | None = None, verify: bool = True
+        self,
+        input_dir: str | os.PathLike[str] | None,
+        *,
+        resume: str | None = None,
+        verify: bool = True,
+        check: Callable[[SavedBatch], None] | None = None,
     ) -> tuple[Mapping[str, int], Resumed]:
         """See :meth:`NeuronAccelerator.load_state`.
+
+        Args:
+            input_dir, resume, verify: as there.
+            check: is called before anything is loaded, with what the checkpoint says of its steps.
 
         Returns:
             The saved counters, empty if the folder contains only weights or there was nothing to load, and a
@@ -140,6 +160,8 @@ class Session:
         if folder is None:
             self._say(str(Resumed()))
             return {}, Resumed()
+        if check is not None:
+            check(self.saved_batch(folder))
         for hook in self._source.load_hooks.values():
             hook(models, str(folder))
         training = self._source.training(models)
@@ -154,6 +176,31 @@ class Session:
         if resume is not None:
             self._say(str(resumed))
         return counters, resumed
+
+    def saved_batch(self, folder: Location) -> SavedBatch:
+        """What a checkpoint says of the optimizer steps of the run that saved it. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if it does not say that, as a folder that contains only weights.
+        """
+
+        def read() -> SavedBatch | None:
+            if not self._is_main:
+                return None
+            info = read_manifest(folder).info
+            try:
+                mesh, counters = mesh_from(info["mesh"]), check_counters(info["counters"])
+                size = mesh.size(mesh.data_axes)
+                return SavedBatch(
+                    data_parallel=size,
+                    accumulation=max(1, counters.get("accumulation", 1)),
+                    samples=counters.get("samples", 0),
+                    steps_at_once=max(1, counters.get("steps_at_once", size)),
+                )
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise CheckpointError(f"The manifest cannot be read: {error!r}.", where=str(folder / NAME)) from error
+
+        return self._run.backend.broadcast_object(agreed(self._run, read), self._run.world)
 
     def _info_of(self, folder: Location) -> dict[str, Any]:
         """When and by how many ranks a checkpoint was saved. Collective."""
@@ -292,6 +339,7 @@ class Checkpoints:
         self._pending: BackgroundSave | None = None
         self._lock: SaveLock | Lease | None = None
         self._saved: set[Location] = set()  # folders into which this run has saved
+        self._saves, self._counted = 0, set[Location]()  # saves so far, beginning with those found in these folders
         self._memory = StagingMemory()
         self._waits_for_requests = False
 
@@ -407,7 +455,11 @@ class Checkpoints:
         kinds = ("model", "optimizer", *(("plugin",) if contents.state.get("plugin_forms") else ()))
         for kind in kinds:
             self._files.make_folder(folder / folder_of(kind))
-        contents.info = describe(training)
+        if folder.parent not in self._counted:
+            self._counted.add(folder.parent)
+            self._saves = max(self._saves, last_number(folder.parent))
+        self._saves += 1
+        contents.info = {**describe(training), "saves": self._saves}
         contents.auxiliary = dict(auxiliary())
         if not has_manifest(folder):
             return 0
@@ -484,6 +536,8 @@ class Checkpoints:
         """Loads a checkpoint, see :func:`neuron_accel.checkpoint.state.load.load`. Collective."""
         self.wait()
         counters = load(training, folder, verify=verify)
+        if counters and self._run.backend.rank == 0:
+            self._saves = max(self._saves, saves_in(read_manifest(folder).info))
         for after_load in self._run.hooks["after_load"]:
             after_load(self._run)
         return counters

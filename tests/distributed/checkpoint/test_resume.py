@@ -3,13 +3,16 @@ once."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import os
 import random
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.checkpoint.state.resume import step_of
+from neuron_accel.checkpoint.format.manifest import Manifest
+from neuron_accel.checkpoint.state.resume import SavedBatch, latest_of, step_of
 from neuron_accel.checkpoint.state.snapshot import pieces_of
 from neuron_accel.errors import CheckpointError, ConfigurationError, UsageError
 from neuron_accel.testing import run_ranks
@@ -368,6 +372,80 @@ def test_the_latest_checkpoint_of_a_given_folder(tmp_path, capfd):
 
 def _newest(root: str) -> None:
     NeuronAccelerator().load_state(root, resume="newest")  # type: ignore[arg-type]
+
+
+# ---- the same samples in a step on any number of ranks ---------------------------------------------------------------
+def _kept(root: str, stop: int, accumulation: int = 1, accumulates: bool = True, batch: int = 4) -> dict[str, Any]:
+    """Trains until a step, after which it saves; a step has 16 samples."""
+    accelerator = NeuronAccelerator(gradient_accumulation_steps=accumulation, zero_1=True)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    data = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(data, batch_size=batch)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    accelerator.load_state(root, resume="latest", keep_batch=True)
+    steps = 0
+    for samples in loader:
+        with accelerator.accumulate(model) if accumulates else nullcontext():
+            accelerator.backward(model(samples).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        steps += accelerator.sync_gradients
+        if accelerator.sync_gradients and steps == stop:
+            accelerator.save_state(os.path.join(root, f"from{accelerator.world_size}"))
+            break
+    weights = torch.cat([part.detach().flatten() for part in model.parameters()])
+    accumulated = accelerator.gradient_accumulation_steps
+    return {"steps": steps, "rate": scheduler.get_last_lr(), "weights": weights, "accumulation": accumulated}
+
+
+def test_a_run_goes_on_with_the_same_steps_on_fewer_and_on_more_ranks(tmp_path):
+    """From 2 ranks to 1, and from that to 4, whose loader has another batch size."""
+    expected = run_ranks(_kept, 2, str(tmp_path / "whole"), 99, 2)[0]
+    root = str(tmp_path / "runs")
+    assert run_ranks(_kept, 2, root, 2, 2)[0]["accumulation"] == 2
+    assert run_ranks(_kept, 1, root, 2)[0]["accumulation"] == 4
+    last = run_ranks(_kept, 4, root, 99, 8, batch=2)[0]
+    assert (last["accumulation"], last["steps"], last["rate"]) == (2, 2, pytest.approx(expected["rate"]))
+    torch.testing.assert_close(last["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
+    with pytest.raises(Exception, match="3 data-parallel ranks cannot continue a run of 1 with as many samples"):
+        run_ranks(_kept, 3, root, 99)
+    with pytest.raises(Exception, match="has no effect outside"):
+        run_ranks(_kept, 1, root, 99, 1, False)
+
+
+def test_batches_of_checkpoints_without_the_number_of_samples():
+    saved = SavedBatch(data_parallel=4, accumulation=3, samples=0, steps_at_once=4)
+    assert [saved.accumulation_for(ranks, samples=7, splits=False) for ranks in (1, 2, 3, 6)] == [12, 6, 4, 2]
+    assert saved.accumulation_for(5, samples=7, splits=True) == 3
+    with pytest.raises(ConfigurationError, match="cannot continue a run of 4") as error:
+        saved.accumulation_for(5, samples=7, splits=False)
+    assert "12 micro-batches, which 5 ranks cannot share" in error.value.why
+
+
+# ---- the latest ------------------------------------------------------------------------------------------------------
+def _with_a_clock(root: str, *years: str) -> str | None:
+    """Saves once at each time, into a folder named by it, and returns what would be loaded."""
+    accelerator = NeuronAccelerator()
+    for year in years:
+        with mock.patch("neuron_accel.checkpoint.state.session.time.strftime", lambda *_, year=year: year):
+            accelerator.save_state(os.path.join(root, f"in{year}"))
+        os.utime(os.path.join(root, f"in{year}", "manifest.json"), (int(year), int(year)))
+    return accelerator.load_state(root, resume="latest").folder
+
+
+def test_the_latest_is_that_of_the_last_save_whatever_the_clock_says(tmp_path):
+    assert run_ranks(_with_a_clock, 1, str(tmp_path), "2030", "2020", "2025") == [str(tmp_path / "in2025")]
+    assert run_ranks(_with_a_clock, 1, str(tmp_path), "2010") == [str(tmp_path / "in2010")]  # another run
+    for year in ("2030", "2020", "2025", "2010"):  # as saved by a version without the number
+        path = tmp_path / f"in{year}" / "manifest.json"
+        manifest = Manifest.from_bytes(path.read_bytes(), str(path))
+        info = {name: value for name, value in manifest.info.items() if name != "saves"}
+        path.write_bytes(dataclasses.replace(manifest, info=info).to_bytes())
+    assert latest_of(tmp_path) == tmp_path / "in2030"
 
 
 def test_a_step_of_more_micro_batches_is_as_far():

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import socket
+import time
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 data = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
 loader = torch.utils.data.DataLoader(data, batch_size=4)
 model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-accelerator.load_state(resume="latest")
+accelerator.load_state(resume="latest", keep_batch=True)
 losses = []
 while loader.iteration < 2:
     for batch in loader:
@@ -148,3 +150,40 @@ def test_two_machines_name_their_ranks_that_failed_and_go_on(start, tmp_path):
     weights, rate = uninterrupted(2)
     assert (result["ranks"], result["rate"]) == (2, [pytest.approx(rate)])
     torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
+
+
+def test_a_machine_that_is_lost_is_gone_on_without(start, tmp_path):
+    """By torch's elastic rendezvous: the launcher of one of two machines is killed, with its rank. The one that is left
+    has the samples of a step of both."""
+    slower = SCRIPT.replace("        losses.append", "        time.sleep(0.1)\n        losses.append")
+    (tmp_path / "train.py").write_text(slower.replace("import json, os", "import json, time, os"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--cpu", "--quiet", "--max-restarts", "3"]
+    options += ["--rdzv-conf", "last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3", "--grace", "5"]
+    options += ["--heartbeat", "5", str(tmp_path / "train.py"), str(tmp_path), "{}", '["zero1"]']
+    first = start(*options)  # has the store
+    wait_for(lambda: listens(port))
+    second = start(*options)
+    wait_for((tmp_path / "checkpoints" / "checkpoint_2" / "manifest.json").exists)
+    second.signal(signal.SIGKILL)
+    code, _, err = first.finish(timeout=100)
+    assert code == 0, err
+    assert "data-parallel size 1 instead of 2: each rank accumulates 2 micro-batches instead of 1" in err
+    result = json.loads((tmp_path / "result.json").read_text())
+    weights, rate = uninterrupted(2)
+    assert (result["ranks"], result["rate"]) == (1, [pytest.approx(rate)])
+    torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
+
+
+def wait_for(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -101,26 +101,25 @@ def test_resume(before, after, at, stock, tmp_path):
         assert_same(result, stock[with_data])
 
 
-def train_started_again(folder, run, more):
-    """What the launcher sets when it has restarted one of two ranks, and a script that says nothing of checkpoints."""
-    os.environ.update(TORCHELASTIC_RESTART_COUNT="1", NEURON_ACCEL_RUN=run)
-    os.environ["NEURON_ACCEL_FULL_DATA_PARALLEL_SIZE"] = "2"
-    return train_on_rank(folder, 2, more)
+def train_started_again(folder, run, more, count=1):
+    """What the launcher sets when it has restarted a run, and a script that says nothing of checkpoints."""
+    os.environ.update(TORCHELASTIC_RESTART_COUNT=str(count), NEURON_ACCEL_RUN=run)
+    return train_on_rank(folder, 2, more | {"keep_batch": True})
 
 
 def test_a_restarted_run_resumes_by_itself_also_on_fewer_ranks(stock, tmp_path, capfd):
     more = MIDDLE | {"stop_after": 2}
-    run_ranks(train_on_rank, 2, str(tmp_path), 2, more)
-    (result,) = run_ranks(train_started_again, 1, str(tmp_path), "another", more)
-    assert result["steps"] == 2
-    assert "it saved no complete checkpoint" in capfd.readouterr().out
-    (result,) = run_ranks(train_started_again, 1, str(tmp_path), "another", MIDDLE)
+    run_ranks(train_started_again, 2, str(tmp_path), "this", more, 0)
+    (result,) = run_ranks(train_started_again, 1, str(tmp_path), "this", MIDDLE)
     said = capfd.readouterr().out
     assert f"the launcher restarted the ranks: resuming from {tmp_path}/checkpoint-2\n" in said
     assert "each rank accumulates 4 micro-batches instead of 2" in said
     result["train_loss"] = None  # of the steps of this call
     result["evaluations"] = stock[1]["evaluations"]  # a mean over batches of another size
     assert_same(result, stock[1])  # the last step of an epoch has fewer samples, to which two ranks add some
+    (result,) = run_ranks(train_started_again, 1, str(tmp_path), "another", more)
+    assert result["steps"] == 2
+    assert "it saved no complete checkpoint" in capfd.readouterr().out
 
 
 def test_sigterm_to_one_rank_saves_a_checkpoint_on_all_of_them(stock, tmp_path):

@@ -91,6 +91,17 @@ def test_the_lock_of_another_machine_is_left_over_once_it_is_old(tmp_path, conte
     assert taken(tmp_path) is None
 
 
+def test_the_lock_of_a_lost_machine_of_this_run_is_taken_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEURON_ACCEL_RUN", "this")
+    for run, others in (
+        ("this", None),
+        ("another", "is saving into this folder"),
+        (None, "is saving into this folder"),
+    ):
+        (tmp_path / NAME).write_text(json.dumps({"host": "another", "pid": 1, "namespace": "", "run": run}))
+        assert (others is None) is (taken(tmp_path) is None)
+
+
 def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(lock_module, "TOUCH_S", 0.02)
     lock = SaveLock(tmp_path, Files())
