@@ -19,7 +19,11 @@ from typing import Any
 from neuron_accel.cli import cache
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
 
-SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY(_|$)|AUTH", re.IGNORECASE)
+SECRET = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|(^|_)P(WD|AT)$(?<!^PWD)(?<!^OLDPWD)|CREDENTIAL|(^|_)(API_?)?KEY(_|$)|AUTH|JWT|BEARER"
+    r"|COOKIE",
+    re.IGNORECASE,
+)
 """Names of variables whose values are secret."""
 URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 MOST_BYTES = 20 << 20
@@ -38,11 +42,23 @@ _HIDDEN = "(not shown)"
 _KEYS = re.compile(
     r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS access keys
     r"|\b(?:hf|gh[pousr]|sk|xox[abp])[_-][A-Za-z0-9_-]{16,}"  # Hugging Face, GitHub, OpenAI, Slack
+    r"|\b(?:github_pat_|glpat-|npm_|pypi-|AIza)[A-Za-z0-9_-]{16,}"  # GitHub, GitLab, npm, PyPI, Google
+    r"|\beyJ[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)?"  # JSON Web Tokens
+    r"|(?<=X-Amz-Signature=)[0-9a-fA-F]+|(?<=X-Amz-Security-Token=)[^&\s]+"  # signed addresses
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----",
     re.DOTALL,
 )
+_NAMES = r"(?:token|secret|passw(?:or)?d|passphrase|credentials?|api[_-]?key|access[_-]?key|jwt|bearer|_pwd|_pat)"
+_HEADER = re.compile(
+    r"(?i)(\b(?:(?:proxy-)?authorization|x-auth[\w-]*|x-api-key|(?:set-)?cookie)[\"']?\s*[:=]\s*[\"']?)[^\n\"']+"
+)
+"""Headers of a request that carry a secret, to the end of the line."""
+_WORDS = re.compile(r"(?i)(\b[\w.-]*(?:passw(?:or)?d|passphrase)[\"']?:[ \t]+)(?![\"'])[^\n,;}]+")
+"""A password of several words."""
+_OPTION = re.compile(rf"(?i)((?<![\w-])--?[\w-]*{_NAMES}[ =])(?!\(not shown\))(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;}}\"']+)")
+"""``--name value`` and ``--name=value``."""
 _ASSIGNED = re.compile(
-    r"(?i)([\"']?\b[\w.-]*(?:token|secret|passw(?:or)?d|credentials?|api_?key|access_?key)\b[\"']?\s*[:=]\s*)"
+    rf"(?i)([\"']?(?<![\w-])[\w.-]*{_NAMES}\b[\"']?\s*[:=]\s*)(?!\(not shown\))"
     r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;}\"']+)"
 )
 """``name: value`` and ``name=value`` whose name suggests a secret."""
@@ -68,8 +84,9 @@ class Redactor:
     def __call__(self, text: str) -> str:
         if self._values is not None:
             text = self._values.sub(_HIDDEN, text)
-        text = _KEYS.sub(_HIDDEN, text)
-        text = _ASSIGNED.sub(_hide, text)
+        text = _HEADER.sub(rf"\1{_HIDDEN}", _KEYS.sub(_HIDDEN, text))
+        text = _WORDS.sub(rf"\1{_HIDDEN}", text)
+        text = _ASSIGNED.sub(_hide, _OPTION.sub(_hide, text))
         return URL_CREDENTIALS.sub("***@", text)
 
 

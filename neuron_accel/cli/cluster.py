@@ -28,6 +28,8 @@ class Machines:
         rank: index of this machine, from 0.
         address: address of machine 0; None if the scheduler does not set it.
         port: port of the rendezvous; None for the default.
+        fewest: the smallest number of machines, if their number varies.
+        endpoint: address and port of torch's rendezvous, if the scheduler sets it.
         source: the scheduler and its variables, for messages.
     """
 
@@ -35,6 +37,8 @@ class Machines:
     rank: int
     address: str | None = None
     port: int | None = None
+    fewest: int | None = None
+    endpoint: str | None = None
     source: str
 
 
@@ -83,6 +87,15 @@ def _operator(environ: Mapping[str, str]) -> Machines | None:
     """PyTorchJob and TrainJob of Kubeflow: torchrun's options as PET_ variables, or WORLD_SIZE and RANK of pods."""
     if "KUBERNETES_SERVICE_HOST" not in environ or "LOCAL_RANK" in environ:  # LOCAL_RANK is set for ranks, not for pods
         return None
+    fewest, colon, most = environ.get("PET_NNODES", "").strip().partition(":")
+    if colon:  # an elastic PyTorchJob
+        return Machines(
+            count=_number({"PET_NNODES": most}, "PET_NNODES"),
+            rank=0,
+            fewest=_number({"PET_NNODES": fewest}, "PET_NNODES"),
+            endpoint=environ.get("PET_RDZV_ENDPOINT") or None,
+            source="the Kubernetes operator (PET_NNODES, PET_RDZV_ENDPOINT)",
+        )
     for count, rank, prefix in (("PET_NNODES", "PET_NODE_RANK", "PET_"), ("WORLD_SIZE", "RANK", "")):
         if environ.get(count, "").strip() and environ.get(rank, "").strip():
             return Machines(

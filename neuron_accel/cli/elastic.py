@@ -252,7 +252,12 @@ class Launch:
 
     def _begin(self, start: Start) -> None:
         self._logs.begin(start)
-        if start.machines > 1 and start.store is not None and self._plan.heartbeat:
+        if start.machines == 1 or not self._plan.heartbeat:
+            return
+        if start.store is None:
+            how = f"the rendezvous {self._plan.backend} has no TCP store"
+            print(f"neuron-accel: lost machines are not noticed: {how}", file=sys.stderr, flush=True)
+        else:
             self._watch = Watch(
                 start,
                 lost_after=self._plan.heartbeat,
@@ -269,9 +274,7 @@ class Launch:
             if outcome.failures and self.end is None:
                 first, is_last = first_failure(outcome.failures), restarts == self._plan.request.max_restarts
                 if first.raised is not None and self._watch is not None:
-                    time.sleep(
-                        TURN_S
-                    )  # so that a machine whose rank was killed, of which this is a consequence, is first
+                    time.sleep(TURN_S)  # another machine whose rank was killed, perhaps the cause, is to be first
                 self.say(first.shell_code, f"rank {first.rank} failed first: {first.how}", is_final=is_last)
                 if self.end is None and is_last:
                     break

@@ -258,6 +258,8 @@ def _machines(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str,
             return {**given, "alone": found.source}
         return given
     detected = {"nnodes": found.count, "node_rank": found.rank, "master_addr": found.address, "master_port": found.port}
+    if "nnodes" not in given:
+        detected |= {"min_nnodes": found.fewest, "rdzv_endpoint": found.endpoint}
     filled = {name: value for name, value in detected.items() if value is not None and name not in given}
     return {**given, **filled, "found": f"according to {found.source}" if filled else ""}
 

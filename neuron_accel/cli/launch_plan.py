@@ -142,7 +142,8 @@ class LaunchPlan:
         where = "this machine" if self.is_loopback else f"{count} machines{this}"
         pairs = [(f"{setting.name}={setting.value}", setting.why) for setting in self.settings]
         if request.found:
-            pairs.append((f"machine {request.node_rank} of {request.nnodes}", request.found))
+            which = f"machine {request.node_rank} of {count}" if self.backend == STATIC else f"{count} machines"
+            pairs.append((which, request.found))
         if not self.is_loopback:
             if self.heartbeat:
                 without = "the others go on" if self.is_elastic else "the run ends on all"

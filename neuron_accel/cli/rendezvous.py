@@ -146,8 +146,9 @@ class MachinesRendezvous(RendezvousHandler):
             store.set("ranks' store", f"{found.master_port} {found.master_addr}")
         number = int(store.get("number"))
         port, _, host = store.get("ranks' store").decode().partition(" ")
-        key, run = f"id of {self.get_run_id()}", uuid.uuid4().hex
-        run = run if base is None else base.compare_set(key, "", run).decode()
+        run = self.get_run_id()
+        if base is not None:
+            run = base.compare_set(f"id of {run}", "", uuid.uuid4().hex).decode()
         self._begins(Start(number=number, run=run, machine=info.rank, machines=info.world_size, store=base))
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(host, int(port)))
 

@@ -94,6 +94,13 @@ def describe_batch_files(
         ConfigurationError: if ``place`` is empty, or the port is larger than :data:`LAST_PORT`.
     """
     port = plan.request.master_port or DEFAULT_MASTER_PORT
+    if plan.is_elastic:
+        raise ConfigurationError(
+            f"--nnodes {plan.fewest}:{plan.request.nnodes} is not possible in a batch file.",
+            where="--slurm",
+            why="a Slurm job has a fixed number of machines, and is queued again if one is lost",
+            fix="pass one number of machines, and --requeue",
+        )
     if not place:
         raise ConfigurationError("The path is empty.", where="--slurm", fix="pass a file or a folder")
     if port > LAST_PORT:

@@ -45,6 +45,11 @@ def test_what_schedulers_say(environ, expected):
     assert expected[4] in found.source
 
 
+def test_an_elastic_job_of_the_operator():
+    found = find_machines({**POD, "PET_NNODES": "2:4", "PET_RDZV_ENDPOINT": "job-0:23456"}, 29500)
+    assert (found.fewest, found.count, found.endpoint) == (2, 4, "job-0:23456")
+
+
 @pytest.mark.parametrize(
     "environ",
     [

@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 
+from neuron_accel.cli.bundle import Redactor
 from neuron_accel.cli.env import collect, describe_torch_neuronx, relevant_variables
 from neuron_accel.cli.main import main
 
@@ -129,3 +130,41 @@ def test_a_bundle_needs_files_that_exist_and_a_place(tmp_path, capsys):
     assert main(["env", "--bundle", str(tmp_path / "nowhere" / "a.zip")]) == 2
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err.count("error:") == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "SLURM_JWT=eyJhbGciOi.eyJleHAiOjE3.abc-def_12",
+        "github_pat_11ABCDEFG0abcdefghijkl_mnopqrstuvwxyz",
+        "Authorization: Bearer abc123.def456 and more",
+        "{'Authorization': 'Basic abc123def456'}",
+        "X-Auth-Token: abc123def456",
+        "got eyJhbGciOi.eyJleHAiOjE3.abc-def_12 from it",
+        "glpat-abc123def456ghi789jk",
+        "--password abc123def456 --lr 1",
+        "--api-key=abc123def456",
+        "password: abc123 def456 staple",
+        "MY_JWT=abc123def456",
+        "https://b.s3/x?X-Amz-Signature=abc123def456&y=1",
+    ],
+)
+def test_tokens_of_known_forms_are_removed(line):
+    shown = Redactor({})(line)
+    assert not any(part in shown for part in ("abc123", "def456", "eyJ", "_11ABC", "staple")), shown
+    assert "(not shown)" in shown
+    assert Redactor({})(shown) == shown
+
+
+def test_only_listed_variables_are_printed():
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JWT": "eyJ",
+        "SLURM_SPANK_X": "y",
+        "HOME": "/h",
+        "PWD": "/w",
+        "NCCL_DEBUG": "INFO",
+    }
+    assert relevant_variables(environ) == {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO"}
+    assert Redactor({"PWD": "/work", "DB_PWD": "hunter2"})("in /work with hunter2") == "in /work with (not shown)"
+    assert Redactor({})("tokens: 512, key value heads: 4, author: me") == "tokens: 512, key value heads: 4, author: me"

@@ -84,3 +84,9 @@ def test_a_kill_comes_with_its_usual_reason():
 
 def test_a_missing_log_is_no_reason_to_fail_again(tmp_path):
     assert "no error output" in describe([failure(1, 1, stderr=tmp_path / "gone")])
+
+
+def test_the_error_is_shown_though_the_disk_of_the_logs_was_full(tmp_path):
+    (tmp_path / "stderr.log").touch()
+    failed = RankFailure(rank=1, exit_code=1, noticed=1.0, stderr=tmp_path / "stderr.log", stack="Traceback\nboom\n")
+    assert describe([failed]).splitlines()[-2:] == ["  | Traceback", "  | boom"]

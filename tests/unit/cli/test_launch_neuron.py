@@ -368,6 +368,7 @@ def test_a_batch_file_takes_the_place_of_an_earlier_one_and_of_nothing_else(scri
     [
         (["--slurm", ""], "The path is empty"),
         (["--slurm", "x.sbatch", "--master-port", "64536"], "Port 64536 is too high"),
+        (["--slurm", "x.sbatch", "--nnodes", "2:4"], "is not possible in a batch file"),
         (["--slurm", "x.sbatch", "--instance", "trn9"], "not a known Trainium instance"),
     ],
 )

@@ -161,3 +161,19 @@ def test_a_rank_whose_launcher_is_gone_does_not_start(run_rank):
     done = run_rank("print('started')", launcher=1)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("statement", "code"), [("sys.exit(3)", 3), ("raise ValueError('boom')", 1)])
+def test_a_disk_without_space_for_notes_changes_neither_the_exit_code_nor_the_error(run_rank, statement, code):
+    done = run_rank(f"import sys\n{statement}\n", error_file="/dev/full/error.json")
+    assert done.returncode == code
+    assert ("ValueError: boom" in done.stderr) is (code == 1)
+    assert "OSError" not in done.stderr
+
+
+def test_a_rank_that_sigterm_ends_says_so(run_rank, tmp_path):
+    """So that the launcher, which has sent it, does not report that the rank has left."""
+    source = "import os, signal\ndef waits():\n    os.kill(os.getpid(), signal.SIGTERM)\nwaits()\n"
+    assert run_rank(source, error_file=tmp_path / "error.json").returncode == -signal.SIGTERM
+    assert "in waits" in (tmp_path / _rank.STOPPED_FILE).read_text()
+    assert not (tmp_path / _rank.ENDED_FILE).exists()
