@@ -92,6 +92,8 @@ def _operator(environ: Mapping[str, str]) -> Machines | None:
         return Machines(
             count=_number({"PET_NNODES": most}, "PET_NNODES"),
             rank=0,
+            address=environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR") or None,
+            port=_port(environ, "PET_MASTER_PORT") or _port(environ, "MASTER_PORT"),
             fewest=_number({"PET_NNODES": fewest}, "PET_NNODES"),
             endpoint=environ.get("PET_RDZV_ENDPOINT") or None,
             source="the Kubernetes operator (PET_NNODES, PET_RDZV_ENDPOINT)",
