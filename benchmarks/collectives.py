@@ -1,10 +1,10 @@
-"""Collectives of CPU ranks of one host: through shared memory, through gloo, and torch.distributed's own.
+"""Collectives of CPU ranks of one host: through shared memory, through gloo, and torch.distributed's own on gloo.
 
     python -m benchmarks.collectives [--ranks 2 4] [--repeat 30]
 
 In every round each way runs each collective once, on the same ranks and tensors. What is printed is the time of the two
 others by the time of shared memory in the same round (median and quartiles), and the bytes of a rank's tensor. Results
-are compared before.
+are compared before. Needs neuron-accel-host.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import in_table, note, parser, quartiles
 from neuron_accel.backends.base import Group
+from neuron_accel.backends.process_group import installed_library
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.testing import run_ranks
 
@@ -61,8 +62,8 @@ def _into(collective: Callable[..., object], out: torch.Tensor, tensor: torch.Te
 def measure(size: int, repeat: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of every round, by collective and way. Collective."""
     backends = {
-        SHARED: TorchBackend.connect("cpu", shares_memory=True),
-        GLOO: TorchBackend.connect("cpu", shares_memory=False),
+        SHARED: TorchBackend.connect("cpu", library=installed_library()),
+        GLOO: TorchBackend.connect("cpu", library="gloo"),
     }
     groups = {name: backend.new_group([range(dist.get_world_size())], "world") for name, backend in backends.items()}
     seconds: dict[str, dict[str, list[float]]] = {}

@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.fully_sharded [--ranks 2 4] [--optimizers plain fused] [--repeat 8]
 
-Every peer trains the same Llama-shaped model on the same tokens with AdamW on gloo ranks, and must compute the same
-losses as DDP does, or the benchmark ends with an error. A block of the model is one unit of every peer that shards
-parameters. FSDP2 is there twice for each setting of resharding, also with the blocks to prefetch given explicitly;
-FSDP1 has `BACKWARD_PRE`, `forward_prefetch`, `limit_all_gathers` and `use_orig_params`.
+Every peer trains the same Llama-shaped model on the same tokens with AdamW, all on gloo, and all on neuron-accel-host
+if that is installed, and must compute the same losses as DDP does, or the benchmark ends with an error. A block of the
+model is one unit of every peer that shards parameters. FSDP2 is there twice for each setting of resharding, also with
+the blocks to prefetch given explicitly; FSDP1 has `BACKWARD_PRE`, `forward_prefetch`, `limit_all_gathers` and
+`use_orig_params`.
 
 Columns: tokens/s relative to FSDP2 with and without resharding (the faster one of each in the same round; median and
 quartiles over rounds: all peers take turns within the same ranks), and the processor time of a step relative to the
@@ -35,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.harness import OVER_TCP, Turn, in_table, note, parser, quartiles, race
+from benchmarks.harness import OVER_TCP, Turn, in_table, libraries, note, parser, quartiles, race
 from neuron_accel.backends.process_group import let_threads_finish
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.resources import PeakMemory, bytes_sent
@@ -338,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         add(f"--{name}", type=int, default=getattr(Size, name), help=f"{what} (default: {getattr(Size, name)})")
     add("--tokens", type=int, default=Size.tokens, help=f"tokens of a rank in a step (default: {Size.tokens})")
     add("--peers", nargs="+", default=[*PEERS], choices=[*PEERS], help="beside FSDP2 and DDP (default: all)")
+    add("--libraries", nargs="+", default=libraries(), help="what connects the ranks of all peers")
     options = options_parser.parse_args(arguments)
     size = Size(options.hidden, options.layers, options.vocabulary, options.tokens)
     if options.small:
@@ -352,9 +354,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 note(f"{ranks} ranks, {variant} AdamW: memory and bytes of {name}")
                 counts[name] = run_ranks(count, ranks, name, size, fused, timeout=300, env=OVER_TCP)
             check_losses(counts)
-            turns = race({n: partial(step_of, n) for n in names}, ranks, size, fused, repeat=options.repeat)
-            title = f"{ranks} ranks, {variant} AdamW, {model_bytes / 4e6:.1f} million parameters"
-            print(f"\n## {title}\n\n{in_table(rows(turns, counts, model_bytes))}", flush=True)
+            built = {n: partial(step_of, n) for n in names}
+            for library in options.libraries:
+                turns = race(built, ranks, size, fused, repeat=options.repeat, library=library)
+                title = f"{ranks} ranks on {library}, {variant} AdamW, {model_bytes / 4e6:.1f} million parameters"
+                print(f"\n## {title}\n\n{in_table(rows(turns, counts, model_bytes))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from neuron_accel.testing import run_ranks
 
 OVER_TCP = {"NEURON_ACCEL_SHARED_MEMORY": "0"}
-"""Environment of ranks whose bytes the kernel counts: through shared memory they send none."""
+"""Environment of ranks whose bytes the kernel counts: with neuron-accel-host they send none."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,22 @@ def race(
     repeat: int,
     steps: int = 2,
     timeout: float = 900,
+    library: str = "gloo",
 ) -> dict[str, list[Turn]]:
-    """The time of a step of every peer in every round: all are built in the same gloo ranks and take turns, a few steps
+    """The time of a step of every peer in every round: all are built in the same ranks and take turns, a few steps
     each, in an order that changes from round to round. What else the machine does then hits all alike, which it does
     not where each peer has ranks, and minutes, of its own.
 
     Args:
         peers: name to an importable function; called on every rank with ``args``, it builds the peer and returns its
             step.
+        library: torch's name of what connects the ranks of all peers, ours too.
     """
     note(f"{ranks} ranks: time")
-    measured = run_ranks(_race, ranks, dict(peers), args, repeat, steps, timeout=timeout)
+    env = OVER_TCP if library == "gloo" else {}
+    measured = run_ranks(
+        _race, ranks, library, dict(peers), args, repeat, steps, timeout=timeout, backend=None, env=env
+    )
     note("")
     return {
         name: [
@@ -107,10 +112,16 @@ def race(
 
 
 def _race(
-    peers: Mapping[str, Callable[..., Callable[[], Any]]], args: tuple[Any, ...], repeat: int, steps: int
+    library: str,
+    peers: Mapping[str, Callable[..., Callable[[], Any]]],
+    args: tuple[Any, ...],
+    repeat: int,
+    steps: int,
 ) -> dict[str, list[Turn]]:
     import torch.distributed as dist
 
+    libraries()  # registers them
+    dist.init_process_group(library)
     built = {name: build(*args) for name, build in peers.items()}
     for step in built.values():
         for _ in range(2):
@@ -124,6 +135,13 @@ def _race(
             seconds = timed_steps(built[name], dist.barrier, warm_up=0, steps=steps)
             turns[name].append(Turn(seconds, (time.process_time() - before) / steps))
     return turns
+
+
+def libraries() -> list[str]:
+    """torch's names of what can connect CPU ranks here."""
+    from neuron_accel.backends.process_group import installed_library
+
+    return sorted({"gloo", installed_library()})
 
 
 def quartiles(values: Sequence[float]) -> str:

@@ -1,13 +1,13 @@
 """ZeRO-1 against DistributedDataParallel, torch's own ZeroRedundancyOptimizer, and FSDP2.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.zero1 [--ranks 2 4] [--optimizers plain fused] [--repeat 15]
+    OMP_NUM_THREADS=1 python -m benchmarks.zero1 [--ranks 2 4] [--optimizers plain fused] [--libraries gloo host]
 
-Every peer trains the same Llama-shaped model on the same tokens with AdamW on gloo ranks. DDP has gradients in its
-buckets and a static graph, and ZeroRedundancyOptimizer parameters in buckets. Columns: tokens/s relative to
-DDP + AdamW and to torch's ZeroRedundancyOptimizer in the same round (median and quartiles over rounds; all peers take
-turns within the same ranks), and, from ranks of the peer's own, peak memory relative to DDP, and per rank, relative to
-the parameters' bytes, the optimizer's state and what the kernel sent over TCP in a step. The floor of the latter is
-2 (N - 1) / N.
+Every peer trains the same Llama-shaped model on the same tokens with AdamW, all on gloo, and all on neuron-accel-host
+if that is installed. DDP has gradients in its buckets and a static graph, and ZeroRedundancyOptimizer parameters in
+buckets. Columns: tokens/s relative to DDP + AdamW and to torch's ZeroRedundancyOptimizer in the same round (median and
+quartiles over rounds; all peers take turns within the same ranks), and, from ranks of the peer's own, peak memory
+relative to DDP, and per rank, relative to the parameters' bytes, the optimizer's state and what the kernel sent over
+TCP in a step. The floor of the latter is 2 (N - 1) / N.
 
 Two rows say what there is to gain. "compute alone" is the forward and backward pass and the update of 1 / N of the
 parameters, with nothing sent at all: where cores are free for communication, nothing can be faster. "compute, then the
@@ -22,13 +22,14 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import OVER_TCP, in_table, note, parser, quartiles, race
+from benchmarks.harness import OVER_TCP, in_table, libraries, note, parser, quartiles, race
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.resources import PeakMemory, bytes_sent
 
@@ -223,7 +224,7 @@ def count(name: str, small: bool, fused: bool) -> dict[str, float]:
     return {"peak": memory.bytes(), "state": _bytes(peer.state()) / peer.size, "sent": sent / peer.size}
 
 
-def measure(ranks: int, small: bool, fused: bool, repeat: int) -> str:
+def measure(ranks: int, small: bool, fused: bool, library: str, repeat: int) -> str:
     """The table for a number of ranks."""
     names, remark = [*PEERS], ""
     counts = {}
@@ -239,7 +240,7 @@ def measure(ranks: int, small: bool, fused: bool, repeat: int) -> str:
         counts[name] = measured[0] | {"peak": max(m["peak"] for m in measured)}
     if OVERLAPPED in counts:
         names.append(OVERLAPPED)
-    turns = race({n: partial(step_of, n) for n in names}, ranks, small, fused, repeat=repeat)
+    turns = race({n: partial(step_of, n) for n in names}, ranks, small, fused, repeat=repeat, library=library)
     rows = [["peer", "rate / DDP", "rate / ZeroRedundancyOptimizer", "peak memory / DDP", "state", "sent"]]
     for name in names:
         relative = [
@@ -258,11 +259,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options_parser.add_argument(
         "--optimizers", nargs="+", default=["plain", "fused"], choices=["plain", "fused"], help="AdamW's variants"
     )
+    options_parser.add_argument("--libraries", nargs="+", default=libraries(), help="what connects the ranks")
     options = options_parser.parse_args(arguments)
-    for ranks in options.ranks:
-        for variant in options.optimizers:
-            rows = measure(ranks, options.small, variant == "fused", options.repeat)
-            print(f"\n## {ranks} ranks, {variant} AdamW\n\n{rows}", flush=True)
+    for ranks, library, variant in product(options.ranks, options.libraries, options.optimizers):
+        rows = measure(ranks, options.small, variant == "fused", library, options.repeat)
+        print(f"\n## {ranks} ranks on {library}, {variant} AdamW\n\n{rows}", flush=True)
 
 
 if __name__ == "__main__":

@@ -101,11 +101,6 @@ def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     return total.to(rows.dtype)
 
 
-def sums_rows(dtype: torch.dtype) -> bool:
-    """Returns whether :func:`sum_rows_into` sums rows of this dtype as :func:`reduce_rows` does."""
-    return dtype != torch.bool
-
-
 def sum_rows_into(out: torch.Tensor, rows: Sequence[torch.Tensor], scale: float = 1.0) -> torch.Tensor:
     """Writes the sum of two or more flat rows into ``out``, which is flat, and returns it. The sum is computed as by
     :func:`reduce_rows`, then converted to the dtype of ``out``, then multiplied by ``scale``."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import os
 import queue
 import sys
@@ -17,17 +19,60 @@ import torch
 import torch.distributed as dist
 
 from neuron_accel.backends.failures import reported
-from neuron_accel.errors import UsageError
+from neuron_accel.errors import ConfigurationError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective. It is long because one rank may prepare data while the others wait; a process that ends
 closes its connections, which is noticed at once."""
 
+TRANSPORTS = "neuron_accel.transports"
+"""Group of entry points of packages that connect CPU ranks: the name of a backend of torch.distributed, and the module
+whose import registers it. Its reduce-scatters sum in the order of the ranks, bfloat16 and float16 in float32; an
+average is the rounded sum times 1 / ranks."""
+
 _LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
 
 
-def join(device: torch.device | str, timeout: timedelta | None) -> tuple[torch.device, bool]:
+def installed_library() -> str:
+    """Returns what connects CPU ranks: the backend of torch.distributed of an installed package, registered, or gloo.
+
+    Raises:
+        ConfigurationError: if several packages have one, or it cannot be imported.
+    """
+    found = transports(tuple(sys.path))
+    if len(found) > 1:
+        raise ConfigurationError(
+            "Several installed packages connect CPU ranks.",
+            where=", ".join(f"{each.name} ({each.value})" for each in found),
+            why="all ranks must use the same one",
+            fix="uninstall all but one",
+        )
+    for each in found:
+        try:
+            each.load()
+        except ImportError as error:
+            raise ConfigurationError(
+                f"The package that connects CPU ranks cannot be imported: {error}",
+                where=f"entry point {each.name!r} = {each.value!r} of {TRANSPORTS}",
+                fix="repair or uninstall it",
+            ) from error
+        return each.name
+    return _LIBRARIES["cpu"]
+
+
+@functools.cache
+def transports(path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """Returns the entry points :data:`TRANSPORTS` of what is installed in ``path``, which is ``sys.path``."""
+    return tuple(importlib.metadata.entry_points(group=TRANSPORTS))
+
+
+def join(device: torch.device | str, timeout: timedelta | None, cpu_library: str = "gloo") -> tuple[torch.device, bool]:
     """Initializes the default process group if the environment describes several ranks and it is not initialized yet.
+
+    Args:
+        device: of this rank.
+        timeout: of a collective.
+        cpu_library: torch's name of what connects ranks if the device is the CPU.
 
     Returns:
         The device of this rank, with its index, and whether the default process group was initialized here.
@@ -47,7 +92,8 @@ def join(device: torch.device | str, timeout: timedelta | None) -> tuple[torch.d
         torch.cuda.set_device(device)
     with reported("connect", f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}"):
         sys.audit("neuron_accel.rendezvous")
-        dist.init_process_group(_LIBRARIES[device.type], timeout=timeout or DEFAULT_TIMEOUT)
+        library = cpu_library if device.type == "cpu" else _LIBRARIES[device.type]
+        dist.init_process_group(library, timeout=timeout or DEFAULT_TIMEOUT)
         sys.audit("neuron_accel.rendezvous")
     return _with_index(device), True  # the native neuron device must not be used before this
 
@@ -73,10 +119,17 @@ def parse(device: torch.device | str) -> torch.device:
     return torch.device(device)
 
 
+def library_of_default(device: str) -> str | None:
+    """Returns what the default process group uses for tensors on devices of a type; None if it does not support them,
+    or there is no group."""
+    if not dist.is_initialized():
+        return None
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(",")).get(device)  # "cpu:gloo,cuda:nccl"
+
+
 def check_serves(device: torch.device) -> None:
     """Raises a UsageError if the default process group does not support tensors on ``device``."""
-    served = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
-    library = dict(pair.split(":", 1) for pair in served.split(",")).get(device.type)
+    served, library = dist.get_backend_config(), library_of_default(device.type)
     if library is None or (library == "gloo" and device.type != "cpu"):
         raise UsageError(
             f"The existing process group ({served}) does not support device {device.type!r}.",

@@ -33,7 +33,7 @@ HARDWARE_ROOT_VARIABLE = "NEURON_ACCEL_HARDWARE_ROOT"
 """Environment variable for the folder that contains ``dev`` and ``sys`` of an emulated machine."""
 
 SHARED_MEMORY_VARIABLE = "NEURON_ACCEL_SHARED_MEMORY"
-"""Environment variable: true if CPU ranks of one host communicate through shared memory."""
+"""Environment variable: false if CPU ranks use gloo although a package that connects them is installed."""
 
 DRY_RUN_SIZE_VARIABLE = "NEURON_ACCEL_DRYRUN_WORLD_SIZE"
 """Environment variable for the number of ranks of a dry run; 1 by default."""
@@ -293,13 +293,13 @@ def connect(
 
         return DryRunBackend(world_size=decision.dry_run.world_size, rank=decision.dry_run.rank)
     assert decision.device != "meta"
+    from neuron_accel.backends.process_group import installed_library
     from neuron_accel.backends.torch_distributed import TorchBackend
 
     sends = flag(environ, "NEURON_ACCEL_POINT_TO_POINT", default=True)
     shares = flag(environ, SHARED_MEMORY_VARIABLE, default=True)
-    return TorchBackend.connect(
-        decision.device, timeout=timeout, adopts=adopts, tries_sending=sends, shares_memory=shares
-    )
+    library = installed_library() if shares and decision.device == "cpu" else "gloo"
+    return TorchBackend.connect(decision.device, timeout=timeout, adopts=adopts, tries_sending=sends, library=library)
 
 
 def flag(environ: Mapping[str, str], name: str, default: bool = False) -> bool:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives through torch.distributed: gloo on the CPU, and the device libraries nccl and (native) neuron.
+"""Collectives through torch.distributed: gloo on the CPU, or a library that was installed for it, and the device
+libraries nccl and (native) neuron.
 
 No package of a device is imported here: a device is given by its name, and torch provides its process group.
 
-CPU ranks of one host can exchange tensors through :mod:`~neuron_accel.backends.shared_memory`, all others through gloo.
-
 With gloo a reduce-scatter is an all-to-all followed by a local sum in the order of the ranks: it sends the minimum,
 half of what gloo's own reduce-scatter sends, and its result is deterministic. bfloat16 and float16 are summed in
-float32 and rounded once, also in an all-reduce. All-reduces of float32 and wider dtypes use gloo's ring. On other
-devices the device's library computes sums; the native Neuron device sums in float32, so integers are sent as digits.
+float32 and rounded once, also in an all-reduce. All-reduces of float32 and wider dtypes use gloo's ring. Other
+libraries compute sums themselves; one for the CPU must round as described here. The native Neuron device sums in
+float32, so integers are sent as digits.
 
 Objects, and tensors on the host, such as those of a model that is not on its device yet, are sent in a gloo group that
 exists beside the group of the device.
@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -40,9 +39,7 @@ from neuron_accel.backends.movement import (
     reduce_rows,
     split_chunks,
     sum_rows_into,
-    sums_rows,
 )
-from neuron_accel.backends.shared_memory import SharedMemory
 from neuron_accel.errors import UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -57,7 +54,8 @@ class TorchBackend(Backend):
         device: the device of the tensors.
         owns_default_group: whether :meth:`shutdown` destroys the default process group.
         timeout: timeout of collectives in groups created here; None for torch's default.
-        shares_memory: whether groups of ranks on one host communicate through shared memory, if the device is the CPU.
+        library: torch's name of what connects ranks if the device is the CPU. It may give gloo's groups to ranks that
+            it cannot connect.
     """
 
     name: ClassVar[str] = "torch"
@@ -68,7 +66,7 @@ class TorchBackend(Backend):
         *,
         owns_default_group: bool = False,
         timeout: timedelta | None = None,
-        shares_memory: bool = False,
+        library: str = "gloo",
     ) -> None:
         super().__init__()
         self._device = device
@@ -79,8 +77,7 @@ class TorchBackend(Backend):
         self._world_size = dist.get_world_size() if connected else 1
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._hosts: dict[tuple[tuple[int, ...], ...], Any] = {}
-        self._memories: dict[tuple[tuple[int, ...], ...], SharedMemory | None] = {}
-        self._shares_memory = shares_memory
+        self._library = library
         self._closed = False
         if connected:
             atexit.register(self.shutdown)
@@ -95,7 +92,7 @@ class TorchBackend(Backend):
         timeout: timedelta | None = None,
         adopts: bool = False,
         tries_sending: bool = True,
-        shares_memory: bool = False,
+        library: str = "gloo",
     ) -> TorchBackend:
         """Returns the backend of this process.
 
@@ -108,14 +105,14 @@ class TorchBackend(Backend):
             adopts: whether :meth:`shutdown` destroys a default process group that was initialized before.
             tries_sending: whether to probe point-to-point messages on devices where it is not known that they work. If
                 False, such a device does not have them.
-            shares_memory: whether ranks of one host communicate through shared memory where the device is the CPU.
+            library: torch's name of what connects ranks where the device is the CPU.
 
         Raises:
             UsageError: if there is no such device, or the existing process group does not support it.
             CommunicationError: if the other ranks cannot be reached.
         """
-        place, owns = process_group.join(device or "cpu", timeout)
-        backend = cls(place, owns_default_group=owns or adopts, timeout=timeout, shares_memory=shares_memory)
+        place, owns = process_group.join(device or "cpu", timeout, library)
+        backend = cls(place, owns_default_group=owns or adopts, timeout=timeout, library=library)
         if not backend._point_to_point and backend.world_size > 1 and tries_sending:
             world = backend.new_group([range(backend.world_size)], "world")
             hosts = backend._host(world)
@@ -127,7 +124,6 @@ class TorchBackend(Backend):
         closed = {
             "_handles": {},
             "_hosts": {},
-            "_memories": {},
             "_recordings": [],
             "_totals": [],
             "_observers": [],
@@ -199,22 +195,16 @@ class TorchBackend(Backend):
         if key not in self._handles:
             with self._reported("new_group", group):
                 self._handles[key] = self._make_handle(key)
-                if self._shares_memory and self._on_cpu and group.size > 1:
-                    self._memories[key] = self._share_memory(group, self._handles[key])
         return replace(group, handle=self._handles[key])
 
     def _make_handle(self, key: tuple[tuple[int, ...], ...]) -> Any:
         if not self._on_cpu:
             self._hosts[key] = self._make_groups(key, "gloo")
-        return dist.group.WORLD if len(key) == 1 and self.world_size > 1 else self._make_groups(key)
-
-    def _share_memory(self, group: Group, handle: Any) -> SharedMemory | None:
-        return SharedMemory.connect(
-            group.index,
-            group.ranks,
-            self._timeout or process_group.DEFAULT_TIMEOUT,
-            lambda value: payload.all_gather(value, handle),
-        )
+        library = self._library if self._on_cpu else None
+        serves = library is None or library == process_group.library_of_default("cpu")
+        if len(key) == 1 and self.world_size > 1 and serves:
+            return dist.group.WORLD
+        return self._make_groups(key, library)
 
     def _make_groups(self, key: tuple[tuple[int, ...], ...], library: str | None = None) -> Any:
         own = None
@@ -233,9 +223,11 @@ class TorchBackend(Backend):
         """Returns the process group for a tensor: gloo if the tensor is on the host, else the device's."""
         return self._host(group) if _on_host(tensor) else group.handle
 
-    def _shared(self, tensor: torch.Tensor, group: Group) -> SharedMemory | None:
-        """Returns the shared memory of a group of the CPU, if its ranks have any in common."""
-        return self._memories.get(group.partition) if _on_host(tensor) else None
+    def _through_gloo(self, tensor: torch.Tensor, group: Group) -> bool:
+        """Whether gloo moves a tensor; a group that the CPU's library leaves to gloo does not have its name."""
+        if not _on_host(tensor):
+            return False
+        return not self._on_cpu or self._library == "gloo" or group.handle.name() != self._library
 
     def _sums_in_float32(self, tensor: torch.Tensor) -> bool:
         return not self.sums_integers_exactly and not is_inexact(tensor) and not _on_host(tensor)
@@ -295,7 +287,7 @@ class TorchBackend(Backend):
         if group.size == 1:
             return Done(out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor.view(out.shape)))
         self._note("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
-        if group.size == 2 and _on_host(tensor) and out.numel() and self._shared(tensor, group) is None:
+        if group.size == 2 and out.numel() and self._through_gloo(tensor, group):
             return self._start_swap_into(out, tensor, group)
         outgoing, incoming = _flat(tensor.detach()), _flat(out.detach())
         return self._start(
@@ -331,18 +323,13 @@ class TorchBackend(Backend):
         if self._sums_in_float32(tensor):
             return self._start_exact_reduce_scatter(tensor.detach(), group, normalize_dim(dim, tensor))
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
-        shared = self._shared(tensor, group)
         summed = self._begin_sum(group, [rows], scattered=True)
-        if _on_host(tensor) and (shared is None or not sums_rows(rows.dtype) or not rows.numel()):
+        if _on_host(tensor) and (rows.dtype == torch.bool or not rows.numel() or self._through_gloo(tensor, group)):
             received = torch.empty_like(rows)
             return self._start_exchange(
                 rows, received, group, "reduce_scatter", lambda: _observed(reduce_rows(received, "sum"), summed)
             )
         result = torch.empty_like(rows[0])
-        if shared is not None:
-            flat = rows.view(group.size, -1)
-            issue = partial(shared.reduce_scatter, result.view(-1), flat)
-            return self._start("reduce_scatter", group, issue, lambda: _observed(result, summed))
         return self._start(
             "reduce_scatter",
             group,
@@ -360,15 +347,21 @@ class TorchBackend(Backend):
         scratch: torch.Tensor | None = None,
     ) -> Pending:
         """See :meth:`Backend.start_reduce_scatter_into`."""
-        if group.size == 1 or not _on_host(tensor) or not tensor.numel():
+        is_direct = out.dtype == tensor.dtype != torch.bool and not self._sums_in_float32(tensor)
+        if group.size == 1 or not tensor.numel() or not (is_direct or self._through_gloo(tensor, group)):
             return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
         rows = tensor.detach().view(group.size, -1)
         self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
-        shared = self._shared(tensor, group)
         summed = self._begin_sum(group, [rows], scattered=True)
-        if shared is not None and sums_rows(rows.dtype):
-            issue = partial(shared.reduce_scatter, out, rows, scale)
-            return self._start("reduce_scatter", group, issue, lambda: _observed(out, summed, scale))
+        if not self._through_gloo(tensor, group):
+            averages = _on_host(tensor) and scale == 1 / group.size and is_inexact(tensor)
+            op, rest = (dist.ReduceOp.AVG, 1.0) if averages else (dist.ReduceOp.SUM, scale)
+            return self._start(
+                "reduce_scatter",
+                group,
+                lambda: _reduce_scatter(out, rows.view(-1), op=op, group=self._of(rows, group), async_op=True),
+                lambda: _observed(out if rest == 1.0 else out.mul_(rest), summed, scale),
+            )
         # What the first and the last rank send is contiguous, so their own chunk need not be copied.
         first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
         received = torch.empty_like(rows[first:last]) if scratch is None else scratch.view_as(rows)[first:last]
@@ -555,9 +548,6 @@ class TorchBackend(Backend):
             return
         self._closed = True
         atexit.unregister(self.shutdown)
-        for memory in self._memories.values():
-            if memory is not None:
-                memory.close()
         if dist.is_initialized() and self._owns_default_group:
             dist.destroy_process_group()  # with all others
         elif dist.is_initialized():
@@ -577,15 +567,9 @@ class TorchBackend(Backend):
 
     # In what follows tensors are flat and contiguous, and calls return when the operation was started.
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp, group: Group) -> Any:
-        shared = self._shared(tensor, group)
-        if shared is not None and op == "sum":
-            return shared.all_reduce(tensor.view(-1))
         return dist.all_reduce(tensor, _OPS[op], group=self._of(tensor, group), async_op=True)
 
     def _all_gather(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Any:
-        shared = self._shared(tensor, group)
-        if shared is not None:
-            return shared.all_gather(out, tensor)
         return _all_gather(out, tensor, group=self._of(tensor, group), async_op=True)
 
     def _all_to_all(
@@ -596,34 +580,18 @@ class TorchBackend(Backend):
         received: list[int] | None = None,
         sent: list[int] | None = None,
     ) -> Any:
-        shared = self._shared(tensor, group)
-        if shared is not None:
-            return shared.all_to_all(out, tensor, received, sent)
         return dist.all_to_all_single(out, tensor, received, sent, group=self._of(tensor, group), async_op=True)
 
     def _broadcast(self, tensor: torch.Tensor, group: Group, source: int) -> None:
-        shared = self._shared(tensor, group)
-        if shared is not None:
-            shared.broadcast(tensor, source).wait()
-        else:
-            dist.broadcast(tensor, group.ranks[source], group=self._of(tensor, group))
+        dist.broadcast(tensor, group.ranks[source], group=self._of(tensor, group))
 
     def _send(self, tensor: torch.Tensor, group: Group, target: int) -> Any:
-        shared = self._shared(tensor, group)
-        if shared is not None:
-            return shared.send(tensor, target)
         return dist.isend(tensor, group.ranks[target], group=self._of(tensor, group))
 
     def _receive(self, tensor: torch.Tensor, group: Group, source: int) -> Any:
-        shared = self._shared(tensor, group)
-        if shared is not None:
-            return shared.receive(tensor, source)
         return dist.irecv(tensor, group.ranks[source], group=self._of(tensor, group))
 
     def _permute(self, out: torch.Tensor, tensor: torch.Tensor, group: Group, target: int, source: int) -> Any:
-        if self._shared(tensor, group) is not None:
-            self._send(tensor, group, target)
-            return self._receive(out, group, source)
         handle = self._of(tensor, group)
         sent = dist.P2POp(dist.isend, tensor, group.ranks[target], handle)
         received = dist.P2POp(dist.irecv, out, group.ranks[source], handle)

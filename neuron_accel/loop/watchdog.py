@@ -215,13 +215,19 @@ class CollectiveWatchdog:
         frame: FrameType | None = sys._current_frames().get(self._loop)
         place = "an unknown place"
         while frame is not None:
-            path = frame.f_code.co_filename
-            if not path.startswith((_OURS, *_LIBRARIES)):
+            path, is_ours = frame.f_code.co_filename, _is_ours(frame)
+            if not is_ours and not path.startswith(_LIBRARIES):
                 return f"{path}:{frame.f_lineno}"
-            if place == "an unknown place" and not path.startswith(_OURS):
+            if place == "an unknown place" and not is_ours:
                 place = f"{path}:{frame.f_lineno}"
             frame = frame.f_back
         return place
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether a frame is in this package, or in one named after it, which may be installed in place."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package.startswith("neuron_accel") or frame.f_code.co_filename.startswith(_OURS)
 
 
 def watch(run: Run, owner: Any, environ: Mapping[str, str] = os.environ) -> CollectiveWatchdog | None:

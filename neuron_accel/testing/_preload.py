@@ -57,6 +57,11 @@ with contextlib.suppress(Exception):
 
     installed(tuple(sys.path))
 
+with contextlib.suppress(Exception):
+    from neuron_accel.backends.process_group import installed_library
+
+    installed_library()
+
 # Keeps the garbage collector from writing to the memory pages of these objects, which ranks share until then.
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""Collectives compared with their definitions, through shared memory and gloo, with real ranks.
+"""Collectives compared with their definitions, with real ranks, through gloo and what else is installed for the CPU.
 
 Entries are small integers, so that sums are exact in every dtype and order, and results are compared bit by bit.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from neuron_accel.backends.process_group import check_serves
+from neuron_accel.backends.process_group import check_serves, installed_library
 from neuron_accel.backends.select import SHARED_MEMORY_VARIABLE, flag
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.errors import CommunicationError, LayoutError, UsageError
@@ -41,14 +41,15 @@ DIMS = [0, 1, -1]
 SHAPE = (4, 8, 12)
 
 
-@pytest.fixture(autouse=True, params=["shared memory", "gloo"])
-def transport(request, monkeypatch):
-    monkeypatch.setenv(SHARED_MEMORY_VARIABLE, str(request.param == "shared memory"))
+@pytest.fixture(autouse=True, params=sorted({"gloo", installed_library()}))
+def library(request, monkeypatch):
+    monkeypatch.setenv(SHARED_MEMORY_VARIABLE, str(request.param != "gloo"))
 
 
 def connect(**options):
     """Returns the backend of a rank on its device."""
-    options.setdefault("shares_memory", flag(os.environ, SHARED_MEMORY_VARIABLE, default=True))
+    shares = flag(os.environ, SHARED_MEMORY_VARIABLE, default=True)
+    options.setdefault("library", installed_library() if shares else "gloo")
     backend = TorchBackend.connect("neuron" if hasattr(torch, "neuron") else "cpu", **options)
     return backend, backend.new_group([range(backend.world_size)], "tp")
 
@@ -323,7 +324,8 @@ def grouped() -> None:
     import torch.distributed as dist
 
     backend, world = connect()
-    assert world.handle is dist.group.WORLD
+    serves = backend.device.type != "cpu" or backend._library == dist.get_backend()
+    assert (world.handle is dist.group.WORLD) == serves
     inner = backend.new_group([[0, 1], [2, 3]], "tp")
     outer = backend.new_group([[1, 3], [2, 0]], "dp")
     alone = backend.new_group([[0], [1], [2], [3]], "pp")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives and messages between processes of one host through shared memory, without threads and without sockets.
+"""Collectives and messages between processes of one host through shared memory, without sockets.
 
 Every rank copies what it sends into memory that the others map, and records that in its ledger. A rank completes an
 operation once all ranks of the group have done so, by reading what they sent; a sum reads the other ranks' memory
 directly. An operation makes progress when it is waited for and when a later one is started, so that a rank that
-computes is not interrupted. For messages every two ranks have a ledger each: what one sends is copied at once, and read
+computes is not interrupted; a thread helps only where somebody holds a future, or where other ranks need a rank that
+does not wait. For messages every two ranks have a ledger each: what one sends is copied at once, and read
 when the other one waits for it.
 
 Memory is anonymous (``memfd_create``): it has no name that could be left behind in ``/dev/shm``, and is freed with the
@@ -13,12 +14,13 @@ notices at once that another one has ended, and raises the error that a closed c
 
 As in a native library, copies made here are not visible to dispatch modes, such as those that count memory.
 
-Stores of a rank must become visible in their order, which x86-64 guarantees; other processors use gloo.
+Stores of a rank must become visible in their order, which x86-64 guarantees; on other processors there is no transport.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import platform
@@ -32,16 +34,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
-from neuron_accel.backends.base import Done
-from neuron_accel.backends.movement import sum_rows_into
+from neuron_accel_host.attendant import Attendant
+from neuron_accel_host.sums import sum_rows_into
 
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64
 _EVERYONE = 2**31 - 1
@@ -161,7 +164,7 @@ class Ledger:
 
     def posted(self, number: int) -> bool:
         """Whether the data of operation ``number`` can be read."""
-        return self._entries[number % ENTRIES * (_LINE // 8)] == number + 1
+        return self._entries[number % ENTRIES * (_LINE // 8)] > number  # later operations have the same entry
 
     def entry(self, number: int) -> Entry:
         """Returns the entry of an operation that is posted."""
@@ -239,13 +242,21 @@ class Operation:
         self.consume: Consume | None = consume
         self._transport = transport
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         """Completes this operation, and all that were started before it.
 
         Raises:
             RuntimeError: if a rank has ended, calls another collective, or does not take part in time.
         """
-        self._transport.complete(self)
+        self._transport.complete(self, timeout)
+
+    def test(self) -> bool:
+        """Whether it is complete; makes progress without waiting. Raises errors as :meth:`wait` does."""
+        return self._transport.test(self)
+
+    def future(self, value: list[torch.Tensor]) -> Future:
+        """Returns a future that has ``value`` once this operation is complete."""
+        return self._transport.attendant.promise(self, value)
 
 
 class Message:
@@ -262,13 +273,20 @@ class Message:
         self.source, self.number, self.is_complete = source, number, False
         self.tensor, self._transport = tensor, transport
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         """Receives this message, and those from the same rank that were started before it.
 
         Raises:
             RuntimeError: if the rank has ended, sends another shape or dtype, or does not send in time.
         """
-        self._transport.complete_message(self)
+        self._transport.complete_message(self, timeout)
+
+    def test(self) -> bool:
+        """Whether it is complete; makes progress without waiting. Raises errors as :meth:`wait` does."""
+        return self._transport.test_message(self)
+
+    def future(self, value: list[torch.Tensor]) -> Future:
+        raise NotImplementedError("messages have no futures; call wait()")
 
 
 class _Pair:
@@ -323,6 +341,8 @@ class SharedMemory:
         self._started = 0
         self._lock = threading.RLock()
         self._failure: str | None = None
+        self._process = os.getpid()
+        self.attendant = Attendant()
         self._pairs = {
             place: _Pair(Ledger(ledgers[index].memory, 1 + place), Ledger(ledgers[place].memory, 1 + index))
             for place in self._others
@@ -330,31 +350,35 @@ class SharedMemory:
 
     # ---- connecting --------------------------------------------------------------------------------------------------
     @classmethod
-    def connect(
-        cls, index: int, ranks: Sequence[int], timeout: timedelta, gather: Callable[[Any], list[Any]]
-    ) -> SharedMemory | None:
+    def connect(cls, index: int, ranks: Sequence[int], timeout: timedelta, store: Any) -> SharedMemory | None:
         """Returns the transport of a group, or None on every rank of it if one of them cannot take part.
 
         Args:
             index: position of this rank in the group.
             ranks: global ranks of the group.
             timeout: of an operation.
-            gather: collective that returns the objects of all ranks of the group.
+            store: of the group, a ``torch.distributed.Store``.
         """
+
+        def gather(name: str, value: Any) -> list[Any]:
+            store.set(f"{name}/{index}", json.dumps(value))
+            return [json.loads(store.get(f"{name}/{place}")) for place in range(len(ranks))]
+
         ledger: Ledger | None = None
         arenas: Arenas | None = None
-        here: tuple[str, ...] = ()
+        here: list[str] = []
         if why_not_here() is None:
             with suppress(OSError):
                 here = host_of_this_process()
                 arenas = Arenas()
                 ledger = Ledger(Memory(_size_of_ledgers(len(ranks))))
-                ledger.token = secrets.token_hex(16).encode()
+                token = secrets.token_hex(16)
+                ledger.token = token.encode()
         mine = None
         if ledger is not None and arenas is not None:
             files = ledger.memory.file, arenas.memories[0].file
-            mine = here, os.getpid(), files, ledger.token
-        known = gather(mine)
+            mine = here, os.getpid(), files, token
+        known = gather("memory", mine)
         ledgers, watches, first_arenas = [], [], []
         try:
             if ledger is None or arenas is None or any(other is None or other[0] != here for other in known):
@@ -368,12 +392,12 @@ class SharedMemory:
                 watches.append(os.pidfd_open(process))
                 ledgers.append(Ledger(Memory(_size_of_ledgers(len(ranks)), f"/proc/{process}/fd/{files[0]}")))
                 first_arenas.append(Memory(_FIRST, f"/proc/{process}/fd/{files[1]}"))
-                if ledgers[-1].token != token:
+                if ledgers[-1].token != token.encode():
                     raise OSError(f"the memory of process {process} is not the expected one")
             agrees = True
         except (OSError, ValueError):
             agrees = False
-        if not all(gather(agrees)):
+        if not all(gather("agrees", agrees)):
             for watch in watches:
                 if watch >= 0:
                     os.close(watch)
@@ -397,6 +421,8 @@ class SharedMemory:
 
     def close(self, seconds: float = 10.0) -> None:
         """Waits until all other ranks that still run have read what this one has sent, and frees the memory."""
+        if os.getpid() != self._process:  # a process that a rank has forked ends
+            return
         deadline = time.monotonic() + seconds
         with self._lock:
             if self._failure is None:
@@ -409,6 +435,7 @@ class SharedMemory:
                     self._linger(place, self._ledgers[place], mine, deadline)
                     self._linger(place, pair.theirs, pair.sent, deadline)
             self._failure = "it was shut down"
+        self.attendant.close()
         for watch in self._watches:
             if watch >= 0:
                 with suppress(OSError):
@@ -427,14 +454,14 @@ class SharedMemory:
             ledger.wait(seen, _CHECKS)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
-    def all_reduce(self, tensor: torch.Tensor) -> Operation:
-        """Starts to sum ``tensor``, flat and contiguous, over the group, in place. The result has the same bits on
-        every rank."""
+    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Operation:
+        """Starts to sum ``tensor``, flat and contiguous, over the group, in place, and to multiply it by ``scale``. The
+        result has the same bits on every rank."""
         size = len(self._ranks)
         if size == 2 or tensor.numel() * tensor.element_size() <= _DIRECT:
 
             def add(sent: list[torch.Tensor]) -> None:
-                sum_rows_into(tensor, [row.view(tensor.dtype) for row in sent])
+                sum_rows_into(tensor, [row.view(tensor.dtype) for row in sent], scale)
 
             return self._start("all_reduce", tensor, add)
         bounds = [tensor.numel() * place // size for place in range(size + 1)]
@@ -442,7 +469,7 @@ class SharedMemory:
         mine = tensor[parts[self._index]]
 
         def add_part(sent: list[torch.Tensor]) -> None:
-            sum_rows_into(mine, [row.view(tensor.dtype)[parts[self._index]] for row in sent])
+            sum_rows_into(mine, [row.view(tensor.dtype)[parts[self._index]] for row in sent], scale)
             self._post(gathering, [(0, mine)])
 
         def gather(sent: list[torch.Tensor]) -> None:
@@ -456,34 +483,32 @@ class SharedMemory:
             self._under_way.append(gathering)
             self._post(summing, [(0, tensor)])
             self._progress()
+            if summing.consume is not None:
+                self.attendant.look_after(summing)
         return gathering
 
-    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Operation:
-        """Starts to gather ``tensor`` of all ranks in ``out``, both flat and contiguous. ``tensor`` may be its place in
-        ``out``."""
-        rows = out.view(len(self._ranks), -1)
+    def barrier(self) -> Operation:
+        """Starts an operation that is complete when all ranks have started it."""
+        return self._start("barrier", torch.empty(0), lambda sent: None)
+
+    def all_gather(self, rows: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
+        """Starts to gather ``tensor`` of all ranks in ``rows``, all flat and contiguous. ``tensor`` may be the row of
+        this rank."""
 
         def gather(sent: list[torch.Tensor]) -> None:
             for place in self._others:
-                rows[place].copy_(sent[place].view(out.dtype))
+                rows[place].copy_(sent[place].view(tensor.dtype))
 
         if rows[self._index].data_ptr() != tensor.data_ptr():
             rows[self._index].copy_(tensor)
         return self._start("all_gather", tensor, gather)
 
     def all_to_all(
-        self,
-        out: torch.Tensor,
-        tensor: torch.Tensor,
-        received: Sequence[int] | None = None,
-        sent: Sequence[int] | None = None,
+        self, out: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Operation:
         """Starts to send consecutive parts of ``tensor`` to the ranks, and to receive theirs in ``out``, both flat and
-        contiguous. ``received`` and ``sent`` are numbers of elements for each rank; equal parts by default."""
-        size = len(self._ranks)
-        received = [out.numel() // size] * size if received is None else list(received)
-        sent = [tensor.numel() // size] * size if sent is None else list(sent)
-        parts = list(out.split(received))
+        contiguous. ``received`` and ``sent`` are numbers of elements for each rank."""
+        parts = list(out.split(list(received)))
         bounds = [0, *accumulate(sent)]
         own = tensor[bounds[self._index] : bounds[self._index + 1]]
         head = torch.tensor(bounds, dtype=torch.int64).view(torch.uint8)
@@ -528,7 +553,7 @@ class SharedMemory:
         return self._start("broadcast", tensor if source == self._index else tensor[:0], read, uneven=True)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
-    def send(self, tensor: torch.Tensor, target: int) -> Done:
+    def send(self, tensor: torch.Tensor, target: int) -> None:
         """Sends ``tensor``, flat and contiguous, to the rank at position ``target``, which receives as many elements of
         the same dtype. It is copied. Waits only if :data:`ENTRIES` messages to that rank have not been read.
 
@@ -545,7 +570,6 @@ class SharedMemory:
             pair.arenas = pair.arenas or Arenas()
             kind = _kind("message", tensor.dtype, tensor.numel())
             pair.mine.post(number, _copied(pair.arenas, kind, number, [(0, tensor)], lambda: pair.theirs.completed))
-        return Done(tensor)
 
     def receive(self, tensor: torch.Tensor, source: int) -> Message:
         """Starts to receive in ``tensor``, flat and contiguous, what the rank at position ``source`` sends to this
@@ -557,17 +581,45 @@ class SharedMemory:
             pair.under_way.append(message)
         return message
 
-    def complete_message(self, message: Message) -> None:
+    def next_source(self, timeout: timedelta | None = None) -> int:
+        """Returns the position of a rank from which a message can be received that nobody waits for.
+
+        Raises:
+            RuntimeError: if all others have ended, or none sends in time.
+        """
+        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+        while True:
+            self._check()
+            ended = [self._has_ended(place) for place in self._others]
+            for place, pair in self._pairs.items():
+                if not pair.under_way and pair.theirs.posted(pair.received):
+                    return place
+            if all(ended) or time.monotonic() > deadline:
+                self._fail(_ENDED if all(ended) else "timed out", self._others[-1], "receive")
+            time.sleep(0.0005)
+
+    def complete_message(self, message: Message, timeout: timedelta | None = None) -> None:
         """Receives a message and those from the same rank before it; see :meth:`Message.wait` for errors."""
         pair = self._pairs[message.source]
         with pair.receiving:
             while not message.is_complete:
-                self._read_message(pair, pair.under_way[0])
+                self._read_message(pair, pair.under_way[0], timeout)
 
-    def _read_message(self, pair: _Pair, message: Message) -> None:
+    def test_message(self, message: Message) -> bool:
+        """Whether a message was received; receives what has arrived."""
+        pair = self._pairs[message.source]
+        if not message.is_complete and pair.receiving.acquire(blocking=False):  # else another thread receives
+            try:
+                while pair.under_way and pair.theirs.posted(pair.under_way[0].number):
+                    self._read_message(pair, pair.under_way[0])
+            finally:
+                pair.receiving.release()
+        return message.is_complete
+
+    def _read_message(self, pair: _Pair, message: Message, timeout: timedelta | None = None) -> None:
         self._check()
         source, number, tensor = message.source, message.number, message.tensor
-        self._wait_for(source, pair.theirs, lambda ledger: ledger.posted(number), "receive")
+        self._wait_for(source, pair.theirs, lambda ledger: ledger.posted(number), "receive", timeout)
         entry = pair.theirs.entry(number)
         if entry.kind != _kind("message", tensor.dtype, tensor.numel()):
             self._failure = (
@@ -623,16 +675,28 @@ class SharedMemory:
         while self._under_way and all(ledger.posted(self._under_way[0].number) for ledger in self._ledgers):
             self._read(self._under_way[0])
 
-    def complete(self, operation: Operation) -> None:
-        """Completes an operation and those before it; see :meth:`Operation.wait` for errors."""
-        with self._lock:
-            while operation.consume is not None:
-                self._complete_first(self._under_way[0])
+    def complete(self, operation: Operation, timeout: timedelta | None = None) -> None:
+        """Completes an operation and those before it; see :meth:`Operation.wait` for errors. Other threads can start
+        operations meanwhile."""
+        while operation.consume is not None:
+            with self._lock:
+                self._check()
+                self._progress()
+                if operation.consume is None:
+                    return
+                first = self._under_way[0]
+                place = next((i for i in self._others if not self._ledgers[i].posted(first.number)), None)
+            if place is None:  # it has been posted in this moment
+                continue
+            self._wait_for(place, self._ledgers[place], partial(_posted, first.number), first.name, timeout)
 
-    def _complete_first(self, operation: Operation) -> None:
-        self._check()
-        self._wait_until(lambda ledger: ledger.posted(operation.number), operation)
-        self._read(operation)
+    def test(self, operation: Operation) -> bool:
+        """Whether an operation is complete; makes progress without waiting."""
+        if operation.consume is not None:
+            with self._lock:
+                self._check()
+                self._progress()
+        return operation.consume is None
 
     def _read(self, operation: Operation) -> None:
         consume, operation.consume = operation.consume, None
@@ -669,17 +733,25 @@ class SharedMemory:
         for place in self._others:
             self._wait_for(place, self._ledgers[place], holds, operation.name)
 
-    def _wait_for(self, place: int, ledger: Ledger, holds: Callable[[Ledger], bool], what: str) -> None:
+    def _wait_for(
+        self,
+        place: int,
+        ledger: Ledger,
+        holds: Callable[[Ledger], bool],
+        what: str,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Waits until ``holds`` is true of a ledger of the rank at ``place``."""
         deadline = None
         while True:
             seen = ledger.changes
             if holds(ledger):
                 return
-            now = time.monotonic()
-            deadline = now + self._timeout.total_seconds() if deadline is None else deadline
+            self._check()
+            now, seconds = time.monotonic(), (timeout or self._timeout).total_seconds()
+            deadline = now + seconds if deadline is None else deadline
             if now > deadline:
-                self._fail(f"timed out after {self._timeout.total_seconds():g} s", place, what)
+                self._fail(f"timed out after {seconds:g} s", place, what)
             ledger.wait(seen, _CHECKS)
             if ledger.changes == seen and not holds(ledger) and self._has_ended(place):
                 self._fail(_ENDED, place, what)
@@ -710,6 +782,10 @@ def _copied(arenas: Arenas, kind: int, number: int, parts: Sequence[Part], compl
     return Entry(kind, arena, begin, total, memory.file, memory.size)
 
 
+def _posted(number: int, ledger: Ledger) -> bool:
+    return ledger.posted(number)
+
+
 def _above(size: int) -> int:
     return -(-size // _LINE) * _LINE
 
@@ -728,7 +804,7 @@ def why_not_here() -> str | None:
     return None
 
 
-def host_of_this_process() -> tuple[str, ...]:
+def host_of_this_process() -> list[str]:
     """Returns what is equal for processes that see each other: the boot of the host, and the namespace of processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, os.readlink("/proc/self/ns/pid")
+    return [boot, os.readlink("/proc/self/ns/pid")]
