@@ -183,6 +183,7 @@ class LazyGatheredShard(LazyShard):
         """Takes values that a loop has assigned, ``parameter.data = ...``, or written into a parameter, into the
         shard."""
         if not self.is_sharded:
+            super().sync_user_weights()
             return
         written = [index for index, parameter in enumerate(self.parameters) if self._is_written(index, parameter)]
         for index in written:
@@ -191,6 +192,10 @@ class LazyGatheredShard(LazyShard):
             self._take_over_writes()
             if not self.is_gathered:
                 self._let_go()
+
+    def _note_weights(self) -> None:
+        if not self.is_sharded:
+            super()._note_weights()
 
     def _is_written(self, index: int, parameter: nn.Parameter) -> bool:
         if not self.is_gathered:

@@ -124,6 +124,7 @@ class LazyShard(BucketShard):
             ]
         self._opened: dict[nn.Parameter, dict[str, Any]] | None = None
         self._copies: dict[FlatMaster, dict[str, HostCopy]] = {}
+        self._note_weights()
 
     @property
     def has_masters(self) -> bool:
@@ -266,6 +267,7 @@ class LazyShard(BucketShard):
             with torch.no_grad():
                 for parameter, value in zip(self.parameters, self._split(pending.wait()), strict=True):
                     parameter.copy_(value)
+            self._note_weights()
 
         return finish
 
@@ -274,6 +276,32 @@ class LazyShard(BucketShard):
         with torch.no_grad():
             for master in self.masters:
                 master.value.copy_(self._at(master.pieces, weights))
+        self._note_weights()
+
+    def sync_user_weights(self) -> None:
+        """Takes weights that the user has assigned or written to into the master weights, which keep the digits that a
+        weight does not have unless it has changed. A step before which nothing was written has the same graph as
+        ever."""
+        if not self._is_any_written():
+            return
+        with torch.no_grad():
+            flat = self.partition.join([p.detach() for p in self.parameters], self.bucket.dtype, self._device)
+            own = self.run.backend.chunk(flat, self.group)
+            for master in self.masters:
+                value, new = master.value, self._at(master.pieces, own)
+                value.copy_(torch.where(value.to(new.dtype) == new, value, new.to(value.dtype)))
+        self._note_weights()
+
+    def _note_weights(self) -> None:
+        """What is written to the parameters from now on is the user's."""
+        aliases = [parameter.detach() for parameter in self.parameters]
+        self._noted = [(alias, _writes(alias)) for alias in aliases]
+
+    def _is_any_written(self) -> bool:
+        return any(
+            not torch._C._is_alias_of(parameter, alias) or _writes(alias) != writes  # type: ignore[attr-defined]
+            for parameter, (alias, writes) in zip(self.parameters, self._noted, strict=True)
+        )
 
     # ---- masters and state by parameter ------------------------------------------------------------------------------
     def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
@@ -317,10 +345,13 @@ class LazyShard(BucketShard):
 
         kinds = {master: _kinds(entries(master), self.run.backend.to_host) for master in self.masters}
         replaced = self._split_masters(kinds, state)
+        is_loaded = False
         for master in self.masters:
-            self._take_over(master, entries(master), copies.get(master, {}), state)
+            is_loaded |= self._take_over(master, entries(master), copies.get(master, {}), state)
         for piece in self.pieces:
             piece.master.data = torch.empty(0, dtype=self.optimizer_dtype)
+        if is_loaded:  # so were the weights
+            self._note_weights()
         return replaced
 
     def _take_over(
@@ -329,11 +360,12 @@ class LazyShard(BucketShard):
         entries: Sequence[Mapping[str, Any]],
         copies: Mapping[str, HostCopy],
         state: MutableMapping[torch.Tensor, dict[str, Any]],
-    ) -> None:
+    ) -> bool:
         """Applies values that were written to the parameter shards of one tensor, and to their ``entries`` of the
-        state."""
+        state. Returns whether master weights were written."""
         values: list[Any] = [piece.master.detach() for piece in master.pieces]
-        if not copies or not copies[""].is_still(values):
+        is_written = not copies or not copies[""].is_still(values)
+        if is_written:
             with torch.no_grad():
                 master.value.data = torch.cat(values).to(self._device)
         before, after = state.pop(master.value, {}), {}
@@ -346,6 +378,7 @@ class LazyShard(BucketShard):
             after[name] = before[name] if unchanged else self._joined(values, master.lengths)
         if after:
             state[master.value] = after
+        return is_written
 
     def _joined(self, values: Sequence[Any], lengths: Sequence[int]) -> Any:
         """Returns one entry of all shards: concatenated if it has dims, else the one counter, which is equal for
@@ -371,6 +404,11 @@ def _kinds(entries: Sequence[Mapping[str, Any]], to_host: Callable[[torch.Tensor
             for mine, value in zip(counters, values, strict=True):
                 mine.append(repr(float(to_host(value))) if isinstance(value, torch.Tensor) else repr(value))
     return [tuple(mine) for mine in counters]
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """How often the storage was written to, by any alias of it. Unlike ``_version`` this counts ``.data``."""
+    return torch._functionalize_mutation_counter(tensor) if torch._is_functional_tensor(tensor) else tensor._version
 
 
 class HostCopy:

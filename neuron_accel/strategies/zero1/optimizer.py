@@ -548,6 +548,7 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.flush()
+        self.take_over()  # of a checkpoint, whose weights are not the user's
         self._sync_user_weights()
         if self._max_norm is not None:
             parts = self.gradient_parts(p for group in self.param_groups for p in group["params"])
@@ -555,7 +556,6 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
             scale_parts(parts, clip_coefficient(self.grad_norm, self._max_norm))
         copy_options(self.optimizer, self._twin)
         self._copy_attributes()
-        self.take_over()
         for shard in self.shards:
             self._replace(shard.regroup(self.state))
             shard.before_update()
