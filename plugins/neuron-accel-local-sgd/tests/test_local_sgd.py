@@ -281,6 +281,20 @@ def test_weights_that_were_loaded_after_prepare_are_the_start():
     run_ranks(_loads_before_training, 2, timeout=60)
 
 
+def _writes_between_synchronisations() -> None:
+    island = Island([LocalSGDPlugin(islands=2, inner_steps=2)], lambda p: torch.optim.SGD(p, lr=0.0))
+    island.train(1)
+    with torch.no_grad():
+        for parameter in island.model.parameters():
+            parameter.fill_(0.5)
+    island.train(2)
+    assert all(torch.allclose(value, torch.full_like(value, 0.5)) for value in island.weights().values())
+
+
+def test_weights_that_are_written_between_synchronisations_are_kept_by_a_mean():
+    run_ranks(_writes_between_synchronisations, 2, timeout=60)
+
+
 def _master_weights() -> None:
     # Rounds of two steps, after which islands go back to the start: the third step is the first of a round.
     plugin = LocalSGDPlugin(islands=2, inner_steps=2, outer_options={"lr": 0.0})
