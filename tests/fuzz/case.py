@@ -581,7 +581,7 @@ def _draw_between(fields: dict[str, Any], mesh: Composition) -> None:
     if not fields.get("dropout"):
         one_of("seeds", 0.15, ("rank", "set_seed"))
     if simple and not staged:
-        one_of("auxiliary", 0.15, (True,))
+        one_of("auxiliary", 0.15 if not fields.get("unused") else 0, (True,))
         one_of("second", 0.15, (True,))
     if not fields.get("average") and not frozen:
         one_of("ema", 0.15, ("copy", "load"))
