@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +248,8 @@ def judge(case: Case, *, seconds: float = SECONDS) -> Verdict:
     """Runs a case on ranks and in one process."""
     text = render(case)
     precision = PRECISIONS[case.precision]
+    if "batch" in case.model:  # rows that are nearly equal have statistics of rounding
+        precision = replace(precision, sensitivity=50.0)
     return judge_text(text, case.mesh.ranks, case.mesh.data_ranks, precision, case, seconds=seconds)
 
 
