@@ -64,6 +64,7 @@ ON_TORCH_2_9 = [
     "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_trains_like_one_process_on_xla[ep2]",
     "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_a_step_is_one_graph_on_every_rank",
     "plugins/neuron-accel-guards/tests/test_guards_xla.py",
+    "plugins/neuron-accel-report/tests/test_report_xla.py",
     "plugins/neuron-accel-local-sgd/tests/test_local_sgd_conformance.py::TestDiLoCo::test_trains_like_one_process[alone-xla]",
     "plugins/neuron-accel-lora/tests/test_lora_conformance.py::TestLora::test_trains_like_one_process[alone-xla]",
     "plugins/neuron-accel-lora/tests/test_lora_parity.py::test_weights_under_adapters_are_sharded_on_xla_ranks[fully-sharded-xla]",
@@ -207,7 +208,7 @@ def storage(session: nox.Session) -> None:
 def trackers(session: nox.Session) -> None:
     """Figures of a run report in each tracker of Accelerate; those beside tensorboard install some 150 packages."""
     install(session, NATIVE_TORCH, ".[test]", "wandb", "mlflow", "aim")
-    file = "tests/distributed/strategies/run_report/test_run_report.py"
+    file = "plugins/neuron-accel-report/tests/test_report_runs.py"
     session.run("pytest", file, "-m", "slow or not slow", "-k", "tracker or tensorboard", *session.posargs)
 
 

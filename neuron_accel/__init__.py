@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from neuron_accel_report import RunReportPlugin as RunReportPlugin
+
     from neuron_accel.accelerator import NeuronAccelerator as NeuronAccelerator
     from neuron_accel.backends.select import DryRun as DryRun
     from neuron_accel.engine.optim.twin import make_optimizer_constructor_lazy as make_optimizer_constructor_lazy
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from neuron_accel.strategies.fully_sharded import FullyShardedPlugin as FullyShardedPlugin
     from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin as ModelParallelismPlugin
     from neuron_accel.strategies.pipeline.plugin import PipelineParallelPlugin as PipelineParallelPlugin
-    from neuron_accel.strategies.run_report import RunReportPlugin as RunReportPlugin
     from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin as SequenceParallelPlugin
     from neuron_accel.strategies.tensor_parallel.plugin import TensorParallelPlugin as TensorParallelPlugin
     from neuron_accel.strategies.zero1 import Zero1Plugin as Zero1Plugin
@@ -63,7 +64,6 @@ _WHERE = {
     "FullyShardedPlugin": "neuron_accel.strategies.fully_sharded",
     "ModelParallelismPlugin": "neuron_accel.strategies.model_parallelism.plugin",
     "PipelineParallelPlugin": "neuron_accel.strategies.pipeline.plugin",
-    "RunReportPlugin": "neuron_accel.strategies.run_report",
     "SequenceParallelPlugin": "neuron_accel.strategies.sequence_parallel.plugin",
     "TensorParallelPlugin": "neuron_accel.strategies.tensor_parallel.plugin",
     "Zero1Plugin": "neuron_accel.strategies.zero1",
@@ -87,7 +87,9 @@ def __getattr__(name: str) -> Any:
     where = _WHERE.get(name) or _WITH_TRL.get(name)
     if where is not None:
         return getattr(importlib.import_module(where), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from neuron_accel.doors import moved
+
+    return moved(name, __name__)
 
 
 def __dir__() -> list[str]:

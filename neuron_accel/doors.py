@@ -36,8 +36,19 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-local-sgd": {PLUGINS: ("local_sgd",)},
     "neuron-accel-lora": {PLUGINS: ("lora",)},
     "neuron-accel-migrate": {CHECKPOINT_READERS: ("neuronx",)},
+    "neuron-accel-report": {
+        PLUGINS: ("run_report",),
+        COMMANDS: ("report", "trace"),
+        NAMES: ("RunReportPlugin",),
+    },
 }
 """What each package of this project's repository adds."""
+
+SUMMARIES = {
+    "report": "show what training runs did, as a page for a browser",
+    "trace": "make a trace of a run, for Perfetto or Chrome",
+}
+"""What the commands of these packages do; of others the summary of their distribution is shown."""
 
 
 @functools.cache

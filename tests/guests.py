@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
 def guards(*plugins: Any) -> list[Any]:
     """The guards, or none: a composition is then tested without them."""
-    return [*plugins] if importlib.util.find_spec("neuron_accel_guards") else []
+    return [*plugins] if is_installed("neuron-accel-guards") else []
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package.replace("-", "_")) is not None
+
+
+def helper(package: str, name: str) -> ModuleType:
+    """A module of the tests of a package that is installed."""
+    path = Path(__file__).parents[1] / "plugins" / package / "tests" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

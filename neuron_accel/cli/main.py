@@ -14,7 +14,7 @@ from neuron_accel import __version__
 from neuron_accel.cli.parser import Parser, no_command
 from neuron_accel.cli.terminal import show
 from neuron_accel.doors import COMMANDS as GROUP
-from neuron_accel.doors import PACKAGES, entry_points, how_to_install, offered_by
+from neuron_accel.doors import PACKAGES, SUMMARIES, entry_points, how_to_install, offered_by
 from neuron_accel.errors import NeuronAccelError, PluginError
 
 COMMANDS = {
@@ -27,8 +27,6 @@ COMMANDS = {
     "precompile": ("neuron_accel.cli.precompile", "compile the graphs of a training run ahead of time"),
     "cache": ("neuron_accel.cli.cache", "list the compile cache, and evict entries"),
     "schedule": ("neuron_accel.cli.schedule", "draw a pipeline schedule"),
-    "report": ("neuron_accel.cli.report", "show what training runs did, as a page for a browser"),
-    "trace": ("neuron_accel.cli.trace", "make a trace of a run, for Perfetto or Chrome"),
     "test": ("neuron_accel.cli.smoke_test", "check this installation on several ranks, in under a minute"),
     "consolidate": ("neuron_accel.cli.consolidate", "turn a sharded checkpoint into a standard model folder"),
     "reshard": ("neuron_accel.cli.reshard", "reshard a checkpoint for another mesh, including the optimizer"),
@@ -47,7 +45,6 @@ examples:
   neuron-accel env                                              print versions and settings for a bug report
   neuron-accel plugins                                          list the installed strategies
   neuron-accel new-plugin stripes                               create a package with a strategy of your own
-  neuron-accel report run_report                                show what a run did, as a page for a browser
   neuron-accel schedule --pipeline-parallel-size 4              draw a pipeline schedule
 """
 
@@ -91,7 +88,8 @@ def commands() -> dict[str, tuple[str, str]]:
     found = dict(COMMANDS)
     for point in sorted(entry_points(GROUP), key=lambda point: point.name):
         about = point.dist.metadata if point.dist else {"Name": point.value, "Summary": ""}
-        found.setdefault(point.name, (point.value, f"{about['Summary']} ({about['Name']})"))
+        does = SUMMARIES.get(point.name, about["Summary"])
+        found.setdefault(point.name, (point.value, f"{does} ({about['Name']})"))
     return found
 
 
@@ -99,9 +97,12 @@ def build_parser(known: Mapping[str, tuple[str, str]] | None = None) -> argparse
     """Returns the parser of the command line, for all commands or for those that are ``known``, with the module of each
     and what it does."""
     known = commands() if known is None else known
-    offered = [(name, package) for package, offers in PACKAGES.items() for name in offers.get(GROUP, ())]
-    missing = ", ".join(f"{name} ({package})" for name, package in offered if name not in known)
-    elsewhere = f"in packages that are not installed: {missing}\n\n" if missing else ""
+    missing = [
+        f"{', '.join(names)} ({package})"
+        for package, offers in PACKAGES.items()
+        if (names := [name for name in offers.get(GROUP, ()) if name not in known])
+    ]
+    elsewhere = f"in packages that are not installed: {'; '.join(missing)}\n\n" if missing else ""
     parser = Parser(
         prog="neuron-accel",
         description="Launch, inspect and check sharded training with neuron_accel.",

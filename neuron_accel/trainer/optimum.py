@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.precision import ROUNDING
 
@@ -158,11 +159,12 @@ class OptimumArguments:
 
     def _reports(self) -> list[Any]:
         """The plugin that measures throughput and utilization, if this is asked for."""
-        from neuron_accel.strategies.run_report import RunReportPlugin
-
         wanted = any(getattr(self, name) for name in _METRICS)
         folder = Path(getattr(self, "output_dir", None) or "", "run_report")
-        return [RunReportPlugin(folder=folder, show="lines")] if wanted else []
+        if not wanted:
+            return []
+        plugin: Any = default_registry().get("run_report")
+        return [plugin(folder=folder, show="lines")]
 
     def _settle_rounding(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Sets the variable of the Neuron runtime, which has not started yet."""

@@ -14,7 +14,6 @@ from neuron_accel import (
     FullyShardedPlugin,
     ModelParallelismPlugin,
     PipelineParallelPlugin,
-    RunReportPlugin,
     SequenceParallelPlugin,
     TensorParallelPlugin,
     Zero1Plugin,
@@ -111,9 +110,3 @@ class TestSequenceParallelOverlapping(TestSequenceParallel):
         return SequenceParallelPlugin(overlap_gather=True)
 
     conflicts: ClassVar = {"xla": "cannot be gathered while the layer computes"}
-
-
-class TestRunReport(PluginConformance):
-    @pytest.fixture
-    def plugin(self, tmp_path):
-        return RunReportPlugin(folder=tmp_path / "report", show="nothing", trace_steps=(0, 1), compare_every=1)

@@ -28,9 +28,9 @@ def built_in() -> set[str]:
 def test_every_built_in_plugin_is_part_of_a_composition():
     names = {plugin.spec.name for c in COMPOSITIONS.values() if not c.needs for plugin in c.built_in()}
     # The first is there by default, the second is a name for tensor parallelism and pipelines together, the next two
-    # need models of transformers, while a plugin's author may train any, the next composes only with plugins that
-    # declare it, and the last writes files.
-    others = {"data_parallel", "model_parallelism", "flash_attention", "chunked_loss", "fully_sharded", "run_report"}
+    # need models of transformers, while a plugin's author may train any, and the last composes only with plugins that
+    # declare it.
+    others = {"data_parallel", "model_parallelism", "flash_attention", "chunked_loss", "fully_sharded"}
     assert names == built_in() - others
     assert COMPOSITIONS["tp2"].beside((ModelParallelismPlugin(tensor_parallel_size=2),)) is None
 

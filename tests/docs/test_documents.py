@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from neuron_accel.cli.main import build_parser, main
+from neuron_accel.doors import COMMANDS, offered_by
 from neuron_accel.engine.plan.config import load_config
 from neuron_accel.testing import run_ranks
 from tests.docs.test_guides import run_blocks
-from tests.unit.run_report.made_up import write_run
+from tests.guests import helper, is_installed
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -71,9 +72,17 @@ def test_code_compiles_and_imports_what_exists(text):
             assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
+def needs_its_package(words):
+    """Skips a command of a package that is not installed."""
+    package = offered_by(COMMANDS, words[0])
+    if package is not None and not is_installed(package):
+        pytest.skip(f"{package} is not installed")
+
+
 @pytest.mark.parametrize("command", commands())
 def test_commands_parse(command):
     words = shlex.split(command, comments=True)[1:]
+    needs_its_package(words)
     if "--help" not in words:
         build_parser().parse_args(words)
 
@@ -96,24 +105,12 @@ for step in range(3):
 """
 
 
-def write_report(folder):
-    """The report of a run of one rank, with as many steps as commands name."""
-    from neuron_accel.run_report.records import Header, Step, rank_file, to_line
-
-    about = {"mesh": {"dp": 1}, "coordinates": {"dp": 0}, "plugins": (), "host": "here", "device": "cpu"}
-    header = Header(run="a", rank=0, world_size=1, backend="torch", started=0.0, **about)
-    steps = [Step(step=number, time=float(number), seconds=1.0, parts={"other": 1.0}) for number in range(12)]
-    folder.mkdir()
-    (folder / rank_file(0)).write_text("".join(f"{to_line(record)}\n" for record in (header, *steps)))
-
-
 @pytest.mark.parametrize("command", [*filter(runs_here, commands())])
 def test_commands_run(command, tmp_path, monkeypatch, capsys):
     """On what a reader would have; a launch says what it would do, the tests beside this folder start ranks."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "cache").mkdir()
-    write_report(tmp_path / "run_report")
     model = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -131,10 +128,13 @@ def test_commands_run(command, tmp_path, monkeypatch, capsys):
         "fixed": {"": 1e-5},
     }
     (tmp_path / "machine.yaml").write_text(yaml.safe_dump(measured))
-    for name in ("run_report", "runs/before", "runs/after") if "accel report" in command else ():
-        write_run(tmp_path / name, ranks=2, steps=3)
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
     words = shlex.split(command, comments=True)[1:]
+    needs_its_package(words)
+    (tmp_path / "runs").mkdir()
+    if words[0] in ("report", "trace"):
+        for name in ("run_report", "runs/before", "runs/after"):
+            helper("neuron-accel-report", "report_made_up").write_run(tmp_path / name, ranks=2, steps=12)
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
     if words[0] == "launch" and "--dry-run" not in words and "--slurm" not in words:
         words.insert(1, "--dry-run")
     assert main(words) == 0

@@ -44,6 +44,7 @@ def arguments(folder, **more):
 
 
 def test_every_argument_is_mapped_or_named(tmp_path, caplog):
+    pytest.importorskip("neuron_accel_report")
     with caplog.at_level(logging.WARNING):
         made = arguments(tmp_path, zero_1=True, **THEIRS | WITHOUT_EFFECT)
     for name in WITHOUT_EFFECT:

@@ -14,9 +14,7 @@ from neuron_accel.cli import terminal as cli_terminal
 from neuron_accel.cli.calibrate import describe
 from neuron_accel.cli.main import COMMANDS, main
 from neuron_accel.cli.terminal import Bar, format_command, format_pairs, format_table, show
-from tests.docs.test_documents import write_report
 from tests.unit.cli.screen import capture, terminal
-from tests.unit.run_report.made_up import late, write_run
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 PLAN = "plan --model config.json --world-size 8 --global-batch 8 --sequence 16 --instance trn1.32xlarge"
@@ -36,12 +34,10 @@ SHOWN = {
         "schedule --pipeline-parallel-size 16 --num-microbatches 64 --schedule interleaved --virtual-stages 2",
         "schedule --num-microbatches 500",
     ],
-    "report": ["report run_report", "report run_report run_report --text"],
     "consolidate": ["consolidate checkpoint output"],
     "reshard": ["reshard --tensor-parallel-size 2 checkpoint output"],
     "inspect": ["inspect checkpoint --all"],
     "verify": ["verify checkpoint"],
-    "trace": ["trace traced"],
     "chaos": ["chaos --list"],
 }
 """Commands that run in this process, by subcommand. ``test`` and ``calibrate`` start ranks, and have own tests."""
@@ -75,8 +71,6 @@ def folder(tmp_path, monkeypatch, checkpoint) -> Path:
     (tmp_path / "train.py").touch()
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "checkpoint").symlink_to(checkpoint)
-    write_report(tmp_path / "traced")
-    write_run(tmp_path / "run_report", ranks=2, steps=5, change=late(1, 3))
     entry = tmp_path / "cache" / "neuronxcc-2.21.18209.0+043b1bf7" / "MODULE_4711817319104853912+e30acd3a"
     entry.mkdir(parents=True)
     (entry / "model.neff").write_bytes(bytes(1000))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from neuron_accel.contract import ConfigurationError
-from neuron_accel.run_report.records import Step, Straggler
+from neuron_accel_report.records import Step, Straggler
 
 _REDRAW_S = 0.25
 _COLOURS = {
@@ -66,7 +66,7 @@ def make_display(kind: str, seconds: float, stream: TextIO | None = None) -> Dis
         raise ConfigurationError(
             "A dashboard needs rich, which is not installed.",
             where="plugin 'run_report', show='dashboard'",
-            fix="install neuron-accel[report], or choose show='lines'",
+            fix="install rich (the extra terminal of neuron-accel-report), or choose show='lines'",
         )
     if kind == "nothing":
         return None

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from neuron_accel_report.records import PARTS, read_run, stragglers
+from report_support import llama, token_batches
 
-from neuron_accel.run_report.records import PARTS, read_run, stragglers, traffic_table
 from neuron_accel.testing import run_ranks
-from tests.distributed.models import MODELS, token_batches
 
 PIPELINE = {"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
@@ -46,7 +46,7 @@ def train(plugins, *, batches=6, accumulation=1, options=None, slow=(), skip=0, 
     if trackers:
         accelerator.init_trackers("run")
     torch.manual_seed(0)
-    model = MODELS["llama"]()
+    model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     replicas = accelerator.data_parallel_size
     loader = torch.utils.data.DataLoader(Texts((batches + skip) * 2 * replicas), batch_size=2)
@@ -202,8 +202,8 @@ def write_to_a_full_device():
     """As on a full disk: /dev/full accepts to be opened."""
     import warnings
 
-    from neuron_accel.run_report.records import End, rank_file
-    from neuron_accel.strategies.run_report.plugin import ReportFile
+    from neuron_accel_report.plugin import ReportFile
+    from neuron_accel_report.records import End, rank_file
 
     folder = Path("full")
     folder.mkdir()
@@ -313,72 +313,6 @@ def test_figures_reach_other_trackers(name, tmp_path, monkeypatch):
     assert any(tmp_path.rglob(written))
 
 
-# ---- predicted and seen traffic --------------------------------------------------------------------------------------
-SCRIPT = """
-import torch
-from neuron_accel import NeuronAccelerator
-from tests.distributed.models import MODELS, token_batches
-
-def main(plugins, report):
-    accelerator = NeuronAccelerator(config={"plugins": [*plugins, {"run_report": report}]})
-    torch.manual_seed(0)
-    model = MODELS["llama"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for batch in token_batches(3, size=2):
-        batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-        accelerator.backward(model(**batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.end_training()
-"""
-
-
-def in_script(plugins, report):
-    scope: dict = {}
-    exec(SCRIPT, scope)
-    scope["main"](plugins, report)
-
-
-def as_on_a_device(plugins, report):
-    """Where reading values is free, ranks also tell each other which parameters have a gradient; devices do not."""
-    from unittest import mock
-
-    from neuron_accel.backends.torch_distributed import TorchBackend
-
-    with mock.patch.object(TorchBackend, "reads_are_free", False):
-        in_script(plugins, report)
-
-
-def predict(plugins, ranks, path, folder):
-    import json
-
-    from neuron_accel.planning.script import count_training
-
-    report = {"folder": folder, "predicted": path, "show": "nothing"}
-    count = count_training(lambda: in_script(plugins, report), world_size=ranks, step=2)
-    Path(path).write_text(json.dumps(count.to_dict()))
-
-
-@pytest.mark.parametrize("name", ["dp2", "zero1", "tp2-dp2", "pp2"])
-def test_predicted_and_seen_traffic_are_equal(name, tmp_path):
-    compositions = {**COMPOSITIONS, "zero1": (["zero1"], 2, 1)}
-    plugins, ranks, _ = compositions[name]
-    path, folder = str(tmp_path / "plan.json"), str(tmp_path / "report")
-    run_ranks(predict, 1, plugins, ranks, path, folder)
-    assert not (tmp_path / "report").exists()  # a dry run writes none
-    run_ranks(as_on_a_device, ranks, plugins, {"folder": folder, "predicted": path, "show": "nothing"})
-    report = read_run(folder)
-    rows = traffic_table(report.ranks[0], step=1)
-    assert rows
-    assert all(row.is_equal for row in rows), rows
-    assert sum(row.bytes for row in rows) > 0
-    assert report.ranks[1].header.predicted is None  # rank 0 was planned
-    assert report.ranks[0].steps[1].flops > 0
-    assert [step.loss is not None for step in report.ranks[0].steps] == [True] * 3  # read a step later
-
-
 # ---- one time for several machines -----------------------------------------------------------------------------------
 AHEAD = 37.25
 """Seconds by which the clock of the second rank's machine is ahead."""
@@ -412,7 +346,7 @@ def with_a_clock_of_its_own(folder):
 
 
 def test_ranks_of_machines_with_different_clocks_are_in_one_time(tmp_path):
-    from neuron_accel.run_report.trace import trace
+    from neuron_accel_report.trace import trace
 
     results = run_ranks(with_a_clock_of_its_own, 2, str(tmp_path))
     report = read_run(tmp_path)
@@ -471,7 +405,7 @@ def losses_of(plugins, folder):
     for report in ([], [{"run_report": {"folder": folder, "show": "nothing", "trace_steps": [1]}}]):
         accelerator = NeuronAccelerator(config={"plugins": [*plugins, *report], "gradient_accumulation_steps": 2})
         torch.manual_seed(0)
-        model = MODELS["llama"]()
+        model = llama()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         losses = []
         for batch in token_batches(8, size=2):

@@ -8,8 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from neuron_accel.cli.terminal import show
-from neuron_accel.errors import ConfigurationError
+from neuron_accel.contract import ConfigurationError
+from neuron_accel_report.terminal import show, write_whole
 
 DESCRIPTION = """\
 Make a trace of steps of a run that the plugin run_report has reported: what every rank did when, with its collectives,
@@ -36,14 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from neuron_accel.checkpoint.format.files import Files
-    from neuron_accel.run_report.records import read_run
-    from neuron_accel.run_report.trace import trace, traced_steps
+    from neuron_accel_report.records import read_run
+    from neuron_accel_report.trace import trace, traced_steps
 
     report = read_run(args.run_dir)
     steps = None if args.steps is None else numbers(args.steps, max(report.by_step, default=0) + 1)
     found = trace(report, steps)
-    Files().replace(args.output, json.dumps(found, separators=(",", ":"), allow_nan=False).encode())
+    write_whole(args.output, json.dumps(found, separators=(",", ":"), allow_nan=False))
     spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
     ranks = len({event["pid"] for event in spans})
     show(f"{args.output}: {len(spans)} ranges of {ranks} ranks; open it at https://ui.perfetto.dev")

@@ -14,15 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from neuron_accel_report import RunReportPlugin
+from neuron_accel_report.live import Dashboard, Lines, make_display, render
+from neuron_accel_report.plugin import ReportFile, figures
+from neuron_accel_report.recorder import Recorder, ResidentMemory
+from neuron_accel_report.records import Collectives, Memory, Step, Straggler, read_run
 
-from neuron_accel import NeuronAccelerator, RunReportPlugin
-from neuron_accel.backends.base import TrafficTotals
-from neuron_accel.backends.ranges import Ranges
-from neuron_accel.errors import ConfigurationError
-from neuron_accel.run_report.records import Collectives, Memory, Step, Straggler, read_run
-from neuron_accel.strategies.run_report.live import Dashboard, Lines, make_display, render
-from neuron_accel.strategies.run_report.plugin import ReportFile, figures
-from neuron_accel.strategies.run_report.recorder import Recorder, ResidentMemory
+from neuron_accel import NeuronAccelerator
+from neuron_accel.contract import ConfigurationError, Ranges, TrafficTotals
 
 RANGE_CALLS, STEP_CALLS = 18, 80
 """Calls of functions that a range, and a step without ranges, take at most."""
@@ -249,7 +248,7 @@ class Clock:
 
 def test_time_belongs_to_the_innermost_range(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("neuron_accel.strategies.run_report.recorder.time", clock)
+    monkeypatch.setattr("neuron_accel_report.recorder.time", clock)
 
     def body(ranges):
         clock.pass_by(50)  # before the first step
@@ -280,7 +279,7 @@ def test_time_belongs_to_the_innermost_range(monkeypatch):
 
 def test_the_time_of_a_range_around_several_steps_belongs_to_each_of_them(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("neuron_accel.strategies.run_report.recorder.time", clock)
+    monkeypatch.setattr("neuron_accel_report.recorder.time", clock)
 
     def body(ranges):
         with ranges.open("forward", "part", part="forward"):

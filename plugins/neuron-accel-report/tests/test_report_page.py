@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 
 import pytest
+from neuron_accel_report.page import page
+from neuron_accel_report.records import Collectives, Prediction, rank_file, stragglers
+from neuron_accel_report.records import read_run as read_all
+from neuron_accel_report.summary import COLUMNS, POINTS, Series, several, summarise
+from report_made_up import MIB, TRAFFIC, late, write_run
+from report_support import main
 
-from neuron_accel.cli.main import main
-from neuron_accel.errors import ConfigurationError
-from neuron_accel.run_report.page import page
-from neuron_accel.run_report.records import Collectives, Prediction, rank_file, stragglers
-from neuron_accel.run_report.records import read_run as read_all
-from neuron_accel.run_report.summary import COLUMNS, POINTS, Series, several, summarise
-from tests.unit.cli.screen import capture
-from tests.unit.run_report.made_up import MIB, TRAFFIC, late, write_run
+from neuron_accel.contract import ConfigurationError
 
 
 def data(text: str) -> dict:
@@ -243,12 +243,14 @@ def test_text_of_a_file_does_not_steer_the_terminal(tmp_path, capsys):
 
 # ---- a terminal ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_what_is_printed_fits_the_terminal(columns, tmp_path, monkeypatch):
+def test_what_is_printed_fits_the_terminal(columns, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for name in ("before", "after"):
         write_run(tmp_path / name, steps=20, change=late(3, 7), ended=False)
-    code, lines = capture(["report", "before", "after"], columns)
-    assert code == 0
+    assert main(["report", "before", "after"]) == 0
+    lines = capsys.readouterr().out.split("\n")
     assert [line for line in lines if len(line) > columns] == []
     assert lines[-2] == "written: report.html"
     assert (tmp_path / "report.html").stat().st_size > 10_000

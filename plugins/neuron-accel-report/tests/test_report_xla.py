@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
+from neuron_accel_report.records import read_run
+from report_support import llama, token_batches
 
-from neuron_accel.run_report.records import read_run
-from neuron_accel.testing import run_ranks
-from neuron_accel.testing.xla_ranks import one_at_a_time
-from tests.distributed.models import MODELS, token_batches
-from tests.xla.watching import compiled, executed
+from neuron_accel.testing import one_at_a_time, run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")
+
+
+def compiled():
+    """Graphs compiled so far by all ranks of the process."""
+    import torch_xla.debug.metrics as metrics
+
+    return metrics.counter_value("UncachedCompile") or 0
+
+
+def executed():
+    """Graphs executed so far by all ranks of the process."""
+    import torch_xla.debug.metrics as metrics
+
+    return compiled() + (metrics.counter_value("CachedCompile") or 0)
 
 
 def train(folder, accumulation):
@@ -22,7 +38,7 @@ def train(folder, accumulation):
     )
     with one_at_a_time():
         torch.manual_seed(0)
-        model = MODELS["llama"]()
+        model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     model, optimizer = accelerator.prepare(model, optimizer)
     backend, graphs, runs, losses = accelerator.run.backend, [], [], []

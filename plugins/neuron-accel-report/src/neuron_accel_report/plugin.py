@@ -22,7 +22,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, StrategyPlugin
-from neuron_accel.run_report.records import (
+from neuron_accel_report.live import Display, make_display
+from neuron_accel_report.recorder import Measured, Recorder, Scalars
+from neuron_accel_report.records import (
     Collectives,
     End,
     Header,
@@ -35,8 +37,6 @@ from neuron_accel.run_report.records import (
     stragglers_of,
     to_line,
 )
-from neuron_accel.strategies.run_report.live import Display, make_display
-from neuron_accel.strategies.run_report.recorder import Measured, Recorder, Scalars
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Board, PreparedModel, Run
@@ -58,7 +58,7 @@ class RunReportPlugin(StrategyPlugin):
     """Reports what each rank does in each optimizer step: the time of the step and of its parts, collectives with
     their bytes, memory, model FLOPs utilization, compilations, loss, gradient norm and learning rate.
 
-    Every rank writes a file of JSON lines, see :mod:`neuron_accel.run_report.records`. ``neuron-accel report`` makes a
+    Every rank writes a file of JSON lines, see :mod:`neuron_accel_report.records`. ``neuron-accel report`` makes a
     page of them and ``neuron-accel trace`` a trace. The first rank logs the figures to the trackers of the training
     (``log_with`` of the accelerator), under names that begin with ``run_report/``, and shows them while it trains.
 

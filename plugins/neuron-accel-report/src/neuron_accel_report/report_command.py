@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.cli.terminal import Bar, fit, format_table, show, table_width
-from neuron_accel.errors import ConfigurationError
+from neuron_accel.contract import ConfigurationError
+from neuron_accel_report.terminal import fit, format_table, show, table_width, write_whole
 
 if TYPE_CHECKING:
-    from neuron_accel.run_report.summary import RunSummary
+    from neuron_accel_report.summary import RunSummary
 
 DESCRIPTION = """\
 Write a page about a run that trained with the plugin run_report, and print a summary: loss, throughput, parts of a
@@ -43,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from neuron_accel.run_report.page import page
-    from neuron_accel.run_report.summary import several
+    from neuron_accel_report.page import page
+    from neuron_accel_report.summary import several
 
-    with Bar(sys.stderr, hidden=args.quiet) as bar:
-        runs = several(args.runs, progress=bar.show)
+    with _progress(hidden=args.quiet) as progress:
+        runs = several(args.runs, progress=progress)
     if not args.quiet:
         # Names of hosts and plugins are those of a file: nothing in them may steer the terminal.
         text = "".join(char if char.isprintable() or char == "\n" else "?" for char in describe(runs))
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(runs: Sequence[RunSummary]) -> str:
     """Returns the contents of the page without its charts, as text."""
-    from neuron_accel.run_report.page import LATE_HEAD, TRAFFIC_HEAD, facts, late_rows, part_rows, traffic_rows
+    from neuron_accel_report.page import LATE_HEAD, TRAFFIC_HEAD, facts, late_rows, part_rows, traffic_rows
 
     width, several = table_width(), len(runs) > 1
     sections = [format_table(["", *(run.name for run in runs)], facts(runs), width)]
@@ -80,10 +81,24 @@ def describe(runs: Sequence[RunSummary]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    from neuron_accel.checkpoint.format.files import Files
-
     if not path.parent.is_dir() or path.is_dir():
         raise ConfigurationError(
             f"{path} cannot be written: it is not a file in an existing folder.", where="--output", fix="name another"
         )
-    Files().replace(path, text.encode())
+    write_whole(path, text)
+
+
+@contextmanager
+def _progress(*, hidden: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A context that yields what shows the bytes that were read, on a terminal, and removes that line at the end."""
+    if hidden or not sys.stderr.isatty():
+        yield None
+        return
+
+    def shown(done: int, total: int) -> None:
+        print(f"\r{done / 1e6:.0f} of {total / 1e6:.0f} MB", end="\033[K", file=sys.stderr, flush=True)
+
+    try:
+        yield shown
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)

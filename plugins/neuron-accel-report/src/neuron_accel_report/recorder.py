@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.contract import OpenRange, RangeObserver, Ranges
-from neuron_accel.run_report.records import PARTS, Collectives, Memory, Range, Step
+from neuron_accel_report.records import PARTS, Collectives, Memory, Range, Step
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, TrafficTotals

@@ -9,12 +9,15 @@ import re
 import pytest
 
 from neuron_accel.planning.report import html_report
-from neuron_accel.run_report.page import page
-from neuron_accel.run_report.summary import several
 from tests.browser import browser, complaints, missing, needs_browser, resize, scheme
+from tests.guests import helper
 from tests.unit.planning.test_report import entry
-from tests.unit.run_report.made_up import late, write_run
-from tests.unit.run_report.test_report import EVIL
+
+page = pytest.importorskip("neuron_accel_report.page").page
+several = pytest.importorskip("neuron_accel_report.summary").several
+made_up = helper("neuron-accel-report", "report_made_up")
+late, write_run = made_up.late, made_up.write_run
+EVIL = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
 
 pytestmark = needs_browser
 if missing() is None:

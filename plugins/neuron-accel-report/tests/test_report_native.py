@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from neuron_accel_report.records import read_run
+from test_report_runs import train
 
-from neuron_accel.run_report.records import read_run
 from neuron_accel.testing import run_ranks
-from tests.distributed.strategies.run_report.test_run_report import train
 
 
 def test_losses_and_norms_are_those_of_the_loop(tmp_path):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from neuron_accel.errors import ConfigurationError
-from neuron_accel.run_report.records import (
+from neuron_accel.contract import ConfigurationError
+from neuron_accel_report.records import (
     PARTS,
     VERSION,
     End,

@@ -6,11 +6,7 @@ import json
 import math
 
 import pytest
-
-from neuron_accel.cli.main import main
-from neuron_accel.cli.trace import numbers
-from neuron_accel.errors import ConfigurationError
-from neuron_accel.run_report.records import (
+from neuron_accel_report.records import (
     Collectives,
     End,
     Header,
@@ -25,6 +21,10 @@ from neuron_accel.run_report.records import (
     to_line,
     traffic_table,
 )
+from neuron_accel_report.trace_command import numbers
+from report_support import main
+
+from neuron_accel.contract import ConfigurationError
 
 BUSY = {"loader": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.005, "other": 0.005}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from neuron_accel.run_report.records import (
+from neuron_accel_report.records import (
     Collectives,
     End,
     Header,

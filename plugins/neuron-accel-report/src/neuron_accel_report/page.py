@@ -12,9 +12,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from neuron_accel.run_report.records import Straggler, TrafficRow
-from neuron_accel.run_report.summary import POINTS, ROWS, LateRank, RunSummary, Series, part_names
-from neuron_accel.web_page import COLOURS, colour, document, format_bytes, format_seconds, table
+from neuron_accel_report.records import Straggler, TrafficRow
+from neuron_accel_report.summary import POINTS, ROWS, LateRank, RunSummary, Series, part_names
+from neuron_accel_report.web_page import COLOURS, colour, document, format_bytes, format_seconds, table
 
 _STYLE = """
 figure { position: relative; margin: 0.5em 0 1.2em; }
@@ -83,7 +83,7 @@ def page(runs: Sequence[RunSummary]) -> str:
     """Returns a page about one run, or several that are overlaid.
 
     Args:
-        runs: from :func:`~neuron_accel.run_report.summary.several`.
+        runs: from :func:`~neuron_accel_report.summary.several`.
     """
     names = [run.name for run in runs]
     title = f"Run report: {', '.join(names)}"
@@ -106,7 +106,7 @@ def page(runs: Sequence[RunSummary]) -> str:
             "the band around a line reaches from the lowest to the highest value."
         )
         made.parts.append(f'<p class="note">{note}</p>')
-    script = resources.files("neuron_accel.run_report").joinpath("page.js").read_text(encoding="utf-8")
+    script = resources.files("neuron_accel_report").joinpath("page.js").read_text(encoding="utf-8")
     return document(title, made.parts, style=_STYLE, script=script, data={"runs": names, "charts": made.charts})
 
 

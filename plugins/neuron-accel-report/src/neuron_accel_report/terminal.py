@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables in a terminal, and whole files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from neuron_accel.contract import ConfigurationError
+
+
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Formats a table with aligned columns, two spaces apart. If it is wider than ``width``, the cells of its widest
+    columns are wrapped."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    words = [max(map(len, header.split()), default=0) for header in headers]
+    least = [min(full, max(word, 8)) for full, word in zip(widths, words, strict=True)]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        column = max((i for i in range(len(widths)) if widths[i] > least[i]), key=widths.__getitem__, default=None)
+        if column is None:
+            break
+        widths[column] -= 1
+    rule = ["-" * min(len(header), cell_width) for header, cell_width in zip(headers, widths, strict=True)]
+    wrapped: list[Sequence[str]] = []
+    for line in (headers, rule, *rows):
+        cells = [_wrap_cell(cell, cell_width) for cell, cell_width in zip(line, widths, strict=True)]
+        wrapped += itertools.zip_longest(*cells, fillvalue="")
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in wrapped
+    )
+
+
+def _wrap_cell(text: str, width: int) -> list[str]:
+    """Lines of at most ``width`` characters, broken after a space or one of ``./+;,_-`` if possible, not in numbers and
+    before one last letter."""
+    lines = [""]
+    for word in re.split(r"(?<=\s)|(?<=[./+;,_-])(?=\D\S)", text):
+        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]
+
+
+def fit(text: str, stream: TextIO) -> str:
+    """Returns ``text`` as it is written to ``stream``: lines that are longer than a terminal is wide are wrapped, with
+    two more spaces before what follows. Text for a file or a pipe stays as it is."""
+    if not stream.isatty():
+        return text
+    width, lines = _width(), []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        wrapped = textwrap.wrap(
+            line.strip(),
+            width,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += wrapped if len(line) > width else [line]
+    return "\n".join(lines)
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Prints ``text`` to a stream, by default standard output, wrapped if that is a terminal."""
+    stream = sys.stdout if stream is None else stream
+    print(fit(text, stream), file=stream, flush=True)
+
+
+def table_width() -> int | None:
+    """The width of tables: that of the terminal, or None if standard output is not a terminal."""
+    return _width() if sys.stdout.isatty() else None
+
+
+def _width() -> int:
+    return max(40, shutil.get_terminal_size().columns)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is either as before or complete, also if the process is killed.
+
+    Raises:
+        ConfigurationError: if it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror or error}.", where="--output", fix="name another"
+        ) from error
