@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "doors": set(),
     "storage": {"errors"},
     "web_page": set(),
+    "run_report": {"doors"},
     "backends": {"backends", "errors"},
     "engine": {"engine", "backends", "doors", "errors"},
     "contract": {"engine", "backends", "errors"},
