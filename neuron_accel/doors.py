@@ -24,6 +24,10 @@ COMMANDS = "neuron_accel.commands"
 CHECKPOINT_READERS = "neuron_accel.checkpoint_readers"
 """Group of entry points of functions that find checkpoints of other libraries (``checkpoint/tools/foreign.py``)."""
 
+TRANSPORTS = "neuron_accel.transports"
+"""Group of entry points of packages that connect CPU ranks: the name of a backend of torch.distributed, and the module
+whose import registers it. Its reduce-scatters sum in the order of the ranks, bfloat16 and float16 in float32."""
+
 NAMES = "names"
 """No group of entry points: names that ``neuron_accel`` once had itself."""
 
@@ -33,6 +37,7 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-guards": {
         PLUGINS: ("desync_guard", "finite_guard", "recompile_guard", "replica_check", "sum_check"),
     },
+    "neuron-accel-host": {TRANSPORTS: ("host",)},
     "neuron-accel-local-sgd": {PLUGINS: ("local_sgd",)},
     "neuron-accel-lora": {PLUGINS: ("lora",)},
     "neuron-accel-migrate": {CHECKPOINT_READERS: ("neuronx",)},

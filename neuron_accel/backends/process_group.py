@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import os
 import queue
 import sys
@@ -19,16 +17,12 @@ import torch
 import torch.distributed as dist
 
 from neuron_accel.backends.failures import reported
+from neuron_accel.doors import TRANSPORTS, entry_points
 from neuron_accel.errors import ConfigurationError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective. It is long because one rank may prepare data while the others wait; a process that ends
 closes its connections, which is noticed at once."""
-
-TRANSPORTS = "neuron_accel.transports"
-"""Group of entry points of packages that connect CPU ranks: the name of a backend of torch.distributed, and the module
-whose import registers it. Its reduce-scatters sum in the order of the ranks, bfloat16 and float16 in float32; an
-average is the rounded sum times 1 / ranks."""
 
 _LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
 
@@ -39,7 +33,7 @@ def installed_library() -> str:
     Raises:
         ConfigurationError: if several packages have one, or it cannot be imported.
     """
-    found = transports(tuple(sys.path))
+    found = entry_points(TRANSPORTS)
     if len(found) > 1:
         raise ConfigurationError(
             "Several installed packages connect CPU ranks.",
@@ -58,12 +52,6 @@ def installed_library() -> str:
             ) from error
         return each.name
     return _LIBRARIES["cpu"]
-
-
-@functools.cache
-def transports(path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
-    """Returns the entry points :data:`TRANSPORTS` of what is installed in ``path``, which is ``sys.path``."""
-    return tuple(importlib.metadata.entry_points(group=TRANSPORTS))
 
 
 def join(device: torch.device | str, timeout: timedelta | None, cpu_library: str = "gloo") -> tuple[torch.device, bool]:

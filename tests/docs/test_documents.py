@@ -131,7 +131,7 @@ def test_commands_run(command, tmp_path, monkeypatch, capsys):
     words = shlex.split(command, comments=True)[1:]
     needs_its_package(words)
     (tmp_path / "runs").mkdir()
-    if words[0] in ("report", "trace"):
+    if words[0] in ("report", "trace") or "run_report" in words:
         for name in ("run_report", "runs/before", "runs/after"):
             helper("neuron-accel-report", "report_made_up").write_run(tmp_path / name, ranks=2, steps=12)
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))

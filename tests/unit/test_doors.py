@@ -26,7 +26,7 @@ def added_by(project: str, group: str) -> set[str]:
 
 @pytest.mark.parametrize("package", [*PROJECTS])
 def test_what_a_package_adds_is_known(package):
-    for group in (doors.PLUGINS, doors.COMMANDS, doors.CHECKPOINT_READERS):
+    for group in (doors.PLUGINS, doors.COMMANDS, doors.CHECKPOINT_READERS, doors.TRANSPORTS):
         assert set(doors.PACKAGES[package].get(group, ())) == added_by(PROJECTS[package], group)
 
 

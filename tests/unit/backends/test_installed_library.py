@@ -18,7 +18,7 @@ def installed(monkeypatch):
 
     def install(**modules):
         points = tuple(EntryPoint(name, value, process_group.TRANSPORTS) for name, value in modules.items())
-        monkeypatch.setattr(process_group, "transports", lambda path: points)
+        monkeypatch.setattr(process_group, "entry_points", lambda group: points)
 
     return install
 
