@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import inspect
 import re
+import typing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,7 +52,10 @@ SHOWN_BY_OTHERS = (nn.Module, torch.optim.Optimizer, NeuronTrainingArguments)
 def public_classes() -> list[type]:
     modules = (neuron_accel, contract, testing)
     found = {getattr(module, name) for module in modules for name in module.__all__ if name not in EXEMPT}
-    return sorted((value for value in found if inspect.isclass(value)), key=lambda cls: cls.__name__)
+    return sorted(
+        (value for value in found if inspect.isclass(value) and typing.get_origin(value) is None),
+        key=lambda cls: cls.__name__,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import inspect
 import math
 import os
 import pickle
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
@@ -629,7 +630,8 @@ def test_a_plugin_is_not_made_from_what_it_does_not_have(make, expected):
 
 
 def test_the_signature_of_a_plugin_is_that_of_its_options():
-    assert list(inspect.signature(WithoutOptions).parameters) == []
+    if sys.version_info >= (3, 11):  # Python 3.10 gives object's
+        assert list(inspect.signature(WithoutOptions).parameters) == []
     assert "max_norm" in inspect.signature(Zero1Plugin).parameters
     plugin = Zero1Plugin(max_norm=1.0)
     assert plugin == copy.deepcopy(plugin) == pickle.loads(pickle.dumps(plugin))
