@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "storage": {"errors"},
     "web_page": set(),
     "run_report": {"doors"},
-    "backends": {"backends", "errors"},
+    "backends": {"backends", "doors", "errors"},
     "engine": {"engine", "backends", "doors", "errors"},
     "contract": {"engine", "backends", "errors"},
     "models": {"models", "engine", "errors"},

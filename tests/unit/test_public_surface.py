@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 DESCRIPTION = Path(__file__).with_name("public_surface.txt")
 MODULES = ("neuron_accel", "neuron_accel.contract", "neuron_accel.testing")
 
@@ -88,6 +90,7 @@ def _signature(value: Any) -> str:
     return text.replace("pathlib._local.", "pathlib.")  # where Python 3.13 keeps it
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 takes a type of functions for a class")
 def test_the_public_surface_is_as_described():
     expected, found = DESCRIPTION.read_text(), describe()
     changes = "\n".join(
