@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from neuron_accel.testing import run_ranks
+from tests.distributed.as_predicted import as_predicted
 
 COMPOSITIONS = {
     "pp2": (2, ("pp",)),
@@ -79,10 +80,8 @@ def train(names: Sequence[str], dry_run=None):
 
 
 def train_really(compositions: Sequence[Sequence[str]]):
-    """On one of several ranks. As on a device, no decision depends on reading a value."""
-    from neuron_accel.backends.torch_distributed import TorchBackend
-
-    with mock.patch.object(TorchBackend, "reads_are_free", False):
+    """On one of several ranks."""
+    with as_predicted():
         return [train(names) for names in compositions]
 
 

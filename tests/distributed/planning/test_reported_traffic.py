@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from neuron_accel.testing import run_ranks
+from tests.distributed.as_predicted import as_predicted
 
 reports = pytest.importorskip("neuron_accel_report")
 
@@ -44,13 +45,8 @@ def in_script(plugins, report):
     scope["main"](plugins, report)
 
 
-def as_on_a_device(plugins, report):
-    """Where reading values is free, ranks also tell each other which parameters have a gradient; devices do not."""
-    from unittest import mock
-
-    from neuron_accel.backends.torch_distributed import TorchBackend
-
-    with mock.patch.object(TorchBackend, "reads_are_free", False):
+def run_as_predicted(plugins, report):
+    with as_predicted():
         in_script(plugins, report)
 
 
@@ -70,7 +66,7 @@ def test_predicted_and_seen_traffic_are_equal(name, tmp_path):
     path, folder = str(tmp_path / "plan.json"), str(tmp_path / "report")
     run_ranks(predict, 1, plugins, ranks, path, folder)
     assert not (tmp_path / "report").exists()  # a dry run writes none
-    run_ranks(as_on_a_device, ranks, plugins, {"folder": folder, "predicted": path, "show": "nothing"})
+    run_ranks(run_as_predicted, ranks, plugins, {"folder": folder, "predicted": path, "show": "nothing"})
     report = reports.read_run(folder)
     rows = reports.traffic_table(report.ranks[0], step=1)
     assert rows

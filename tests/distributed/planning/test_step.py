@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from neuron_accel.testing import run_ranks
+from tests.distributed.as_predicted import as_predicted
 from tests.distributed.backends.test_dry_run import COMPOSITIONS, plugins_of
 
 
@@ -82,9 +83,7 @@ def _started(call, count, *given, **options):
 
 
 def count_really(compositions):
-    from neuron_accel.backends.torch_distributed import TorchBackend
-
-    with mock.patch.object(TorchBackend, "reads_are_free", False), buffers_freed_when_waited_for():
+    with as_predicted(), buffers_freed_when_waited_for():
         return [count(names) for names in compositions]
 
 
