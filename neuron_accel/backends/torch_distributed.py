@@ -204,7 +204,7 @@ class TorchBackend(Backend):
         serves = library is None or library == process_group.library_of_default("cpu")
         if len(key) == 1 and self.world_size > 1 and serves:
             return dist.group.WORLD
-        if not serves:
+        if self.world_size > 1 and not serves:
             dist.barrier()  # on the default group, which notices a rank that has ended; making a group waits for it
         return self._make_groups(key, library)
 
