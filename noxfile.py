@@ -119,7 +119,8 @@ def plugins(session: nox.Session, package: str) -> None:
         *beside,
         "pytest-xdist>=3.6",
     )
-    session.run(*PYTEST, *PARALLEL, f"plugins/{package}/tests", *session.posargs)
+    codes = [0, 5] if session.posargs == ["--tier", "second"] else [0]  # 5: all of its cases are in the first tier
+    session.run(*PYTEST, *PARALLEL, f"plugins/{package}/tests", *session.posargs, success_codes=codes)
 
 
 @nox.session(default=False, venv_backend="none")
