@@ -5,7 +5,7 @@ torch's agents do not notice a machine that disappears, and a collective on a de
 launcher writes a stamp into the store that the agents have anyway, and reads that of its neighbour, once a second: the
 work of a launcher does not grow with the number of machines. The one whose neighbour's stamp stops changing writes the
 end of this start, which all of them read. The loss of the store is the end too. A stamp is a counter, and silence is
-counted in turns of a thread, so no clocks are compared, and a launcher that was suspended itself blames nobody.
+counted in turns of a thread, so no clocks are compared, and a suspended launcher reports no other one as lost.
 """
 
 from __future__ import annotations

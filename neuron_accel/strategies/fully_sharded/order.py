@@ -3,7 +3,7 @@
 
 A gather does not say which unit it is of, and blocks have the same size. Asking the other ranks before each gather
 would take longer than a small gather does. So each rank records which unit follows which. One that keeps to this record
-asks nobody: the others, whose records are equal, do the same. One that departs from it says so on the board
+sends nothing: the others, whose records are equal, do the same. One that departs from it says so on the board
 (:meth:`Backend.board`), and goes on when the rank before it, in a ring, has departed to the same unit: then all have,
 since no gather completes without every rank. A thread of each rank looks on the board whether another one has departed
 where this one has not, and answers.

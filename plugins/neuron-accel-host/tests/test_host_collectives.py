@@ -148,6 +148,12 @@ def asynchronous() -> None:
     work = dist.barrier(group=group, async_op=True)
     work.wait(timedelta(seconds=20))
     assert work.is_completed()
+    sent = dist.isend(torch.ones(1), (rank + 1) % size, group=group)
+    received = dist.irecv(torch.zeros(1), (rank - 1) % size, group=group)
+    with pytest.raises(NotImplementedError, match="messages have no futures"):
+        received.get_future()
+    received.wait()
+    sent.wait()
 
 
 def overloads() -> None:

@@ -4,7 +4,7 @@
 Every rank copies what it sends into memory that the others map, and records that in its ledger. A rank completes an
 operation once all ranks of the group have done so, by reading what they sent; a sum reads the other ranks' memory
 directly. An operation makes progress when it is waited for and when a later one is started, so that a rank that
-computes is not interrupted; a thread helps only where somebody holds a future, or where other ranks need a rank that
+computes is not interrupted; a thread helps only where a future was asked for, or where other ranks need a rank that
 does not wait. For messages every two ranks have a ledger each: what one sends is copied at once, and read
 when the other one waits for it.
 
@@ -582,7 +582,7 @@ class SharedMemory:
         return message
 
     def next_source(self, timeout: timedelta | None = None) -> int:
-        """Returns the position of a rank from which a message can be received that nobody waits for.
+        """Returns the position of a rank from which a message can be received that no receive has been started for.
 
         Raises:
             RuntimeError: if all others have ended, or none sends in time.
