@@ -214,9 +214,17 @@ def test_other_ranks_need_not_wait_until_this_one_waits():
 
 
 def train(backend: str, hook: bool, folder: str, rank: int, size: int) -> list[list[float]]:
-    """Weights after steps of plain DistributedDataParallel, with buckets smaller than a layer."""
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/{backend}", size), rank=rank, world_size=size)
     assert isinstance(dist.group.WORLD, HostGroup) == (backend == "host")
+    # The model goes before the group: one that holds the last reference to a group of gloo may wait for ever for the
+    # group's thread, which waits for the interpreter lock.
+    weights = weights_of_training(hook, rank)
+    dist.destroy_process_group()
+    return weights
+
+
+def weights_of_training(hook: bool, rank: int) -> list[list[float]]:
+    """Steps of plain DistributedDataParallel, with buckets smaller than a layer."""
     torch.manual_seed(rank)
     layers = nn.Sequential(nn.Linear(64, 400), nn.BatchNorm1d(400), nn.Tanh(), nn.Linear(400, 100), nn.Linear(100, 1))
     model = DistributedDataParallel(layers, bucket_cap_mb=0.05)
@@ -228,9 +236,7 @@ def train(backend: str, hook: bool, folder: str, rank: int, size: int) -> list[l
         model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights = [parameter.detach().flatten().tolist() for parameter in model.parameters()]
-    dist.destroy_process_group()
-    return weights
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
 
 
 def train_on_both(folder: str, hook: bool) -> tuple[list[list[float]], list[list[float]]]:
