@@ -73,13 +73,20 @@ def _run_launcher(words: list[str], environ: dict[str, str], output: str) -> Non
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     _redirect(descriptor, descriptor)
     os.close(descriptor)
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
     from neuron_accel.cli.main import main
 
-    with _Forks() as forks, mock.patch.object(SubprocessHandler, "_popen", forks.starter()):
+    with forked_ranks():
         code = main(["launch", *words])
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def forked_ranks() -> Iterator[None]:
+    """A context manager in which the agent of this process, which must not have other threads yet, forks ranks."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    with _Forks() as forks, mock.patch.object(SubprocessHandler, "_popen", forks.starter()):
+        yield
 
 
 def _redirect(stdout: int, stderr: int) -> None:

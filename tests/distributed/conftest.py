@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -10,20 +11,22 @@ import tempfile
 import pytest
 
 from neuron_accel.cli.main import main
+from tests.forked_launch import forked_ranks
 
 MARKS = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "OMP_NUM_THREADS", "ACCELERATE_", "GLOO_", "LOCAL_", "GROUP_")
 SECONDS = 60
 
 
 class Launch:
-    """``neuron-accel`` in a process forked from one that has imported torch, which is most of its start."""
+    """``neuron-accel`` in a process forked from one that has imported torch, which is most of its start; with
+    ``forked`` its ranks are, too."""
 
-    def __init__(self, command, environment, folder):
+    def __init__(self, command, environment, folder, forked):
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["neuron_accel.testing._preload"])  # there is one such process for all tests
         outputs = (str(self.stdout), str(self.stderr))
-        self.process = context.Process(target=run_launcher, args=(command, environment, *outputs))
+        self.process = context.Process(target=run_launcher, args=(command, environment, *outputs, forked))
         self.process.start()
 
     def signal(self, number):
@@ -37,13 +40,15 @@ class Launch:
         return self.process.exitcode, self.stdout.read_text(), self.stderr.read_text()
 
 
-def run_launcher(command, environment, stdout, stderr):
+def run_launcher(command, environment, stdout, stderr, forked):
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = environment["TMPDIR"]
     for descriptor, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
-    sys.exit(main(command))
+    with forked_ranks() if forked else contextlib.nullcontext():
+        code = main(command)
+    sys.exit(code)
 
 
 @pytest.fixture
@@ -58,10 +63,10 @@ def start(environment, tmp_path):
     """Starts a launch in the background; ends it, should the test not have."""
     started = []
 
-    def run(*arguments, command="launch"):
+    def run(*arguments, command="launch", forked=False):
         folder = tmp_path / f"launch_{len(started)}"
         folder.mkdir()
-        started.append(Launch([command, *arguments], environment, folder))
+        started.append(Launch([command, *arguments], environment, folder, forked))
         return started[-1]
 
     yield run

@@ -88,7 +88,9 @@ report([total.item(), sys.argv[1:], *[os.environ[name] for name in names]])
 print("out", rank)
 print("err", rank, file=sys.stderr)
 """
-    code, out, err = start("--nproc-per-node", "2", "--cpu", script(body), "--epochs", "3", "--dry-run").finish()
+    code, out, err = start(
+        "--nproc-per-node", "2", "--cpu", script(body), "--epochs", "3", "--dry-run", forked=True
+    ).finish()
     assert code == 0, err
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in (0, 1):
@@ -113,7 +115,7 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(torch.ones(1))
 """
-    launch = start("--nproc-per-node", "2", "--cpu", "--quiet", script(body))
+    launch = start("--nproc-per-node", "2", "--cpu", "--quiet", script(body), forked=True)
     launcher = psutil.Process(launch.process.pid)
     deadline = time.monotonic() + 40
     while launcher.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
@@ -135,7 +137,7 @@ if rank == 1:
     raise SystemExit(7)
 dist.all_reduce(torch.ones(1))
 """
-    code, _, err = start("--nproc-per-node", "3", "--quiet", script(body)).finish()
+    code, _, err = start("--nproc-per-node", "3", "--quiet", script(body), forked=True).finish()
     assert code == 7, err
     assert "neuron-accel: rank 1 failed first: exit code 7" in err
 
@@ -155,7 +157,7 @@ if rank == 1:
     {leaves}
 dist.all_reduce(torch.ones(1))
 """
-    code, _, err = start("--nproc-per-node", "2", "--quiet", script(body)).finish()
+    code, _, err = start("--nproc-per-node", "2", "--quiet", script(body), forked=True).finish()
     assert code == 1, err
     first, second = err[err.index("neuron-accel: ") :].splitlines()[:2]
     host = re.escape(socket.gethostname())
@@ -323,7 +325,7 @@ report([total.item(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]])
 """
     port = free_port()
     common = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--quiet", script(body)]
-    machines = [start("--node-rank", str(machine), *common) for machine in (0, 1)]
+    machines = [start("--node-rank", str(machine), *common, forked=True) for machine in (0, 1)]
     for machine in machines:
         code, _, err = machine.finish()
         assert code == 0, err
