@@ -39,16 +39,13 @@ if TYPE_CHECKING:
     )
     from neuron_accel.backends.failures import reported
     from neuron_accel.backends.payload import object_to_tensor, tensor_to_object
-    from neuron_accel.backends.randomness import DeviceGenerator, RankRandomness
+    from neuron_accel.backends.randomness import RankRandomness
     from neuron_accel.backends.ranges import OpenRange, RangeObserver, Ranges
 
-    # gradients: their reduction over ranks, in buckets; norms and clipping
-    from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, check_dense, make_buckets, used_anywhere
-
-    # optimizers: copies for other parameters, their properties, and their state in terms of the original parameters
-    from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure, why_not_elementwise
-    from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
-    from neuron_accel.engine.optim.held import state_of
+    # gradients, their norms; optimizers, copies of them for other parameters, their state in terms of the original
+    # parameters
+    from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, make_buckets
+    from neuron_accel.engine.optim.elementwise import is_separable, needs_closure, why_not_elementwise
     from neuron_accel.engine.optim.norms import (
         GradientPart,
         clip_by_norm,
@@ -58,23 +55,8 @@ if TYPE_CHECKING:
         global_norm,
         unsharded_gradients,
     )
-    from neuron_accel.engine.optim.own_methods import OwnMethods
     from neuron_accel.engine.optim.reducer import BackwardWatcher, GradientReducer
-    from neuron_accel.engine.optim.twin import (
-        ReplicaState,
-        ShardedState,
-        StandIn,
-        StatePiece,
-        attributes_of,
-        copy_options,
-        extend_group,
-        knows_by_parameter,
-        put_state,
-        recipe_of,
-        take_weights,
-        translate,
-        twin,
-    )
+    from neuron_accel.engine.optim.twin import ReplicaState, ShardedState, StatePiece, take_weights, twin
 
     # the plugin interface and the plan
     from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
@@ -104,6 +86,14 @@ if TYPE_CHECKING:
     from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord, WeightShard
     from neuron_accel.engine.sharding.product_hooks import ProductHook, WithProductHooks, register_product_hook
 
+    # an optimizer whose state is sharded over ranks, and the shards that it updates
+    from neuron_accel.engine.shards.awaited import WEIGHTS_IN_PASSES
+    from neuron_accel.engine.shards.eager_shard import EagerShard, SendBuffers
+    from neuron_accel.engine.shards.lazy_shard import HostCopy, LazyShard
+    from neuron_accel.engine.shards.optimizer import ShardedOptimizer, refuse_closures, return_freed_memory, scale_parts
+    from neuron_accel.engine.shards.partition import Partition, make_partition
+    from neuron_accel.engine.shards.sharded_grad import ParameterShard, ShardedGrad
+
     # errors
     from neuron_accel.errors import (
         CheckpointError,
@@ -122,6 +112,17 @@ if TYPE_CHECKING:
         UsageError,
         did_you_mean,
     )
+
+    # families of models as data: their blocks, how each projection is sharded, where they can be cut; lazy loading
+    from neuron_accel.lazy import lazy_load_for_parallelism
+    from neuron_accel.models.architecture import Architecture, architecture_of, join_fqn
+    from neuron_accel.models.attention import BlockwiseAttention, install_attention
+    from neuron_accel.models.catalog import registered_plans
+    from neuron_accel.models.plan import Style, matches_fqn
+    from neuron_accel.models.resize import install_resize
+    from neuron_accel.models.stages import Stack, container_of, stack_of
+    from neuron_accel.models.support import SupportReport, model_without_weights
+    from neuron_accel.models.user_plan import given_architecture
 
 _NAMES = {
     "backends.autograd": (
@@ -150,10 +151,7 @@ _NAMES = {
         "object_to_tensor",
         "tensor_to_object",
     ),
-    "backends.randomness": (
-        "DeviceGenerator",
-        "RankRandomness",
-    ),
+    "backends.randomness": ("RankRandomness",),
     "backends.ranges": (
         "OpenRange",
         "RangeObserver",
@@ -162,18 +160,13 @@ _NAMES = {
     "engine.optim.buckets": (
         "Bucket",
         "FlatGradients",
-        "check_dense",
         "make_buckets",
-        "used_anywhere",
     ),
     "engine.optim.elementwise": (
-        "is_elementwise",
         "is_separable",
         "needs_closure",
         "why_not_elementwise",
     ),
-    "engine.optim.full_parameter": ("FullParameterOptimizer",),
-    "engine.optim.held": ("state_of",),
     "engine.optim.norms": (
         "GradientPart",
         "clip_by_norm",
@@ -183,7 +176,6 @@ _NAMES = {
         "global_norm",
         "unsharded_gradients",
     ),
-    "engine.optim.own_methods": ("OwnMethods",),
     "engine.optim.reducer": (
         "BackwardWatcher",
         "GradientReducer",
@@ -191,16 +183,8 @@ _NAMES = {
     "engine.optim.twin": (
         "ReplicaState",
         "ShardedState",
-        "StandIn",
         "StatePiece",
-        "attributes_of",
-        "copy_options",
-        "extend_group",
-        "knows_by_parameter",
-        "put_state",
-        "recipe_of",
         "take_weights",
-        "translate",
         "twin",
     ),
     "engine.plan.mesh": (
@@ -254,6 +238,29 @@ _NAMES = {
         "WithProductHooks",
         "register_product_hook",
     ),
+    "engine.shards.awaited": ("WEIGHTS_IN_PASSES",),
+    "engine.shards.eager_shard": (
+        "EagerShard",
+        "SendBuffers",
+    ),
+    "engine.shards.lazy_shard": (
+        "HostCopy",
+        "LazyShard",
+    ),
+    "engine.shards.optimizer": (
+        "ShardedOptimizer",
+        "refuse_closures",
+        "return_freed_memory",
+        "scale_parts",
+    ),
+    "engine.shards.partition": (
+        "Partition",
+        "make_partition",
+    ),
+    "engine.shards.sharded_grad": (
+        "ParameterShard",
+        "ShardedGrad",
+    ),
     "errors": (
         "CheckpointError",
         "CommunicationError",
@@ -271,6 +278,32 @@ _NAMES = {
         "UsageError",
         "did_you_mean",
     ),
+    "lazy": ("lazy_load_for_parallelism",),
+    "models.architecture": (
+        "Architecture",
+        "architecture_of",
+        "join_fqn",
+    ),
+    "models.attention": (
+        "BlockwiseAttention",
+        "install_attention",
+    ),
+    "models.catalog": ("registered_plans",),
+    "models.plan": (
+        "Style",
+        "matches_fqn",
+    ),
+    "models.resize": ("install_resize",),
+    "models.stages": (
+        "Stack",
+        "container_of",
+        "stack_of",
+    ),
+    "models.support": (
+        "SupportReport",
+        "model_without_weights",
+    ),
+    "models.user_plan": ("given_architecture",),
 }
 """Modules of this package, and the public names of each."""
 
@@ -278,10 +311,13 @@ _WHERE = {name: f"neuron_accel.{module}" for module, names in _NAMES.items() for
 
 __all__ = [
     "API_VERSION",
+    "WEIGHTS_IN_PASSES",
+    "Architecture",
     "AxisKind",
     "AxisSpec",
     "Backend",
     "BackwardWatcher",
+    "BlockwiseAttention",
     "Board",
     "Bucket",
     "BufferBroadcast",
@@ -293,27 +329,29 @@ __all__ = [
     "CorruptionError",
     "Cut",
     "DesyncError",
-    "DeviceGenerator",
     "Done",
+    "EagerShard",
     "FlatGradients",
-    "FullParameterOptimizer",
     "GradientPart",
     "GradientReducer",
     "Group",
+    "HostCopy",
     "Join",
     "JoinAction",
     "Layout",
     "LayoutError",
     "LayoutSpace",
+    "LazyShard",
     "LogitsTensor",
     "Mesh",
     "NeuronAccelError",
     "NonFiniteError",
     "OpenRange",
-    "OwnMethods",
     "ParameterError",
     "ParameterMap",
     "ParameterRecord",
+    "ParameterShard",
+    "Partition",
     "Pending",
     "Phase",
     "Piece",
@@ -331,11 +369,16 @@ __all__ = [
     "ReplicaState",
     "Run",
     "Segment",
+    "SendBuffers",
+    "ShardedGrad",
+    "ShardedOptimizer",
     "ShardedState",
+    "Stack",
     "Stages",
-    "StandIn",
     "StatePiece",
     "StrategyPlugin",
+    "Style",
+    "SupportReport",
     "Traffic",
     "TrafficTotals",
     "Transfer",
@@ -345,43 +388,47 @@ __all__ = [
     "WithProductHooks",
     "all_to_all",
     "all_to_all_uneven",
-    "attributes_of",
+    "architecture_of",
     "broadcast_tensors",
-    "check_dense",
     "chunk_to_group",
     "clip_by_norm",
     "clip_by_value",
     "clip_coefficient",
-    "copy_options",
+    "container_of",
     "copy_to_group",
     "did_you_mean",
     "elsewhere",
-    "extend_group",
     "full_tensor",
     "gather_from_group",
+    "given_architecture",
     "global_norm",
     "import_object",
-    "is_elementwise",
+    "install_attention",
+    "install_resize",
     "is_separable",
-    "knows_by_parameter",
+    "join_fqn",
+    "lazy_load_for_parallelism",
     "make_buckets",
+    "make_partition",
+    "matches_fqn",
+    "model_without_weights",
     "needs_closure",
     "object_to_tensor",
     "permute",
-    "put_state",
-    "recipe_of",
     "reduce_from_group",
     "reduce_scatter_to_group",
+    "refuse_closures",
     "register_plugin",
     "register_product_hook",
+    "registered_plans",
     "reported",
-    "state_of",
+    "return_freed_memory",
+    "scale_parts",
+    "stack_of",
     "take_weights",
     "tensor_to_object",
-    "translate",
     "twin",
     "unsharded_gradients",
-    "used_anywhere",
     "why_not_elementwise",
     "wrap_forward",
 ]

@@ -24,8 +24,8 @@ from neuron_accel.engine.plan.plan import Plan
 from neuron_accel.engine.runtime.run import PreparedModel, Run
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.engine.sharding.parameters import ParameterMap
+from neuron_accel.engine.shards.optimizer import ShardedOptimizer
 from neuron_accel.errors import ConfigurationError, UsageError
-from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
 _NORM_AXIS = "norm"
@@ -33,7 +33,7 @@ _NORM_AXIS = "norm"
 Ranks = Sequence[Sequence[int]]
 
 
-class ZeroRedundancyOptimizer(Zero1Optimizer):
+class ZeroRedundancyOptimizer(ShardedOptimizer):
     """Shards an optimizer's state over ranks (ZeRO-1, Rajbhandari et al., 2020, arXiv:1910.02054).
 
     :meth:`step` averages gradients over the ranks.

@@ -39,6 +39,9 @@ class Architecture:
     base_name: str
     block_names: tuple[str, ...] | None = None
 
+    def __repr__(self) -> str:
+        return f"<Architecture of a {type(self.model).__name__}: {self.model_type}, {len(self.blocks)} blocks>"
+
     @property
     def model_type(self) -> str:
         return self.config.model_type
@@ -51,7 +54,7 @@ class Architecture:
         """Yields FQN (in ``model``) and module of all modules that a pattern of the plan matches, in the order of the
         model."""
         for name, module in named_modules(self.base, pattern):
-            yield join(self.base_name, name), module
+            yield join_fqn(self.base_name, name), module
 
     @property
     def blocks(self) -> list[tuple[str, nn.Module]]:
@@ -95,7 +98,7 @@ class Architecture:
     def head(self) -> tuple[str, nn.Module] | None:
         """FQN and module of the projection to the vocabulary; None if the model has none."""
         module = dict(self.owner.named_modules()).get(self.plan.head)
-        return None if module is None else (join(self.owner_name, self.plan.head), module)
+        return None if module is None else (join_fqn(self.owner_name, self.plan.head), module)
 
     def _one(self, pattern: str) -> tuple[str, nn.Module]:
         found = list(self.find(pattern))
@@ -147,7 +150,7 @@ def architecture_of(model: nn.Module) -> Architecture:
         owner=owner,
         owner_name=owner_name,
         base=base,
-        base_name=join(owner_name, prefix),
+        base_name=join_fqn(owner_name, prefix),
     )
 
 
@@ -174,6 +177,6 @@ def family_inside(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
-def join(prefix: str, name: str) -> str:
+def join_fqn(prefix: str, name: str) -> str:
     """Returns ``"prefix.name"``; either may be empty."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -63,6 +63,10 @@ class BlockwiseAttention:
     kernel_only: bool = False
     ignores_padding: bool = False
 
+    def __repr__(self) -> str:
+        kernel = "torch" if self.kernel is None else getattr(self.kernel, "__name__", "a kernel")
+        return f"<BlockwiseAttention: {kernel}, block_size {self.block_size}>"
+
     def __deepcopy__(self, memo: Any) -> BlockwiseAttention:
         return self
 

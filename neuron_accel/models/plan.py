@@ -185,7 +185,7 @@ class ArchitecturePlan:
         )
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches_fqn(pattern: str, name: str) -> bool:
     """Returns whether ``pattern`` matches the FQN ``name``."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
@@ -199,7 +199,7 @@ def named_modules(base: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
             (f"{name}.{child}" if name else child, module)
             for name, parent in found
             for child, module in parent.named_children()
-            if child == segment or ("*" in segment and matches(segment, child))
+            if child == segment or ("*" in segment and matches_fqn(segment, child))
         ]
     first = {module: name for name, module in reversed(found)}
     return [(name, module) for name, module in found if first[module] == name]

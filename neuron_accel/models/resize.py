@@ -14,7 +14,7 @@ from torch import nn
 from neuron_accel.engine.runtime.tensors import full_tensor
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import UnsupportedModelError
-from neuron_accel.models.architecture import family_inside, join
+from neuron_accel.models.architecture import family_inside, join_fqn
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel, Run
@@ -121,12 +121,12 @@ class Resize:
         found: dict[str, tuple[ParameterRecord, _Table, str]] = {}
         for table in self._tables:
             for name in table.names:
-                record = self._parameters[join(table.fqn, name)]
+                record = self._parameters[join_fqn(table.fqn, name)]
                 found.setdefault(record.fqn, (record, table, name))
         return list(found.values())
 
     def _of(self, table: _Table, full: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        return {name: full[self._parameters[join(table.fqn, name)].fqn] for name in table.names}
+        return {name: full[self._parameters[join_fqn(table.fqn, name)].fqn] for name in table.names}
 
     def _full(self, record: ParameterRecord) -> torch.Tensor:
         """Returns the full parameter, on every rank. Collective."""

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from neuron_accel.errors import UnsupportedModelError
-from neuron_accel.models.architecture import family_inside, join
+from neuron_accel.models.architecture import family_inside, join_fqn
 from neuron_accel.models.catalog import plan_for
 
 
@@ -37,7 +37,7 @@ class Stack:
 
     def block(self, index: int) -> str:
         """Returns the FQN of a block."""
-        return join(self.container, str(index))
+        return join_fqn(self.container, str(index))
 
     def stages_of(self, starts: Sequence[int]) -> Iterator[tuple[str, int]]:
         """Yields the FQN of every module and the stage that it belongs to.
@@ -95,7 +95,7 @@ def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     name, owner = found
     prefix: Any = owner.base_model_prefix
     base: Any = getattr(owner, prefix, None) if prefix else None
-    base_name, base = (join(name, prefix), base) if isinstance(base, nn.Module) else (name, owner)
+    base_name, base = (join_fqn(name, prefix), base) if isinstance(base, nn.Module) else (name, owner)
     steps = getattr(base.config, "base_model_pp_plan", None) or getattr(base, "_pp_plan", None)
     modules = dict(base.named_modules())
     if steps:
@@ -103,15 +103,15 @@ def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
         lists = [step for step in names if isinstance(modules[step], nn.ModuleList)]
         if len(lists) == 1:
             place = names.index(lists[0])
-            parts = [join(base_name, step) for step in names]
+            parts = [join_fqn(base_name, step) for step in names]
             return parts[place], tuple(parts[:place]), tuple(parts[place + 1 :])
     config: Any = owner.config
     plan = plan_for(config.model_type)
     if plan is None or not plan.blocks.endswith(".*"):
         raise _no_plan(model, f"no plan describes the blocks of a {config.model_type!r}")
-    container = join(base_name, plan.blocks.removesuffix(".*"))
-    norms = (join(base_name, plan.final_norm),) if plan.final_norm else ()
-    return container, (join(base_name, plan.token_embedding),), norms
+    container = join_fqn(base_name, plan.blocks.removesuffix(".*"))
+    norms = (join_fqn(base_name, plan.final_norm),) if plan.final_norm else ()
+    return container, (join_fqn(base_name, plan.token_embedding),), norms
 
 
 def _no_plan(model: nn.Module, why: str) -> UnsupportedModelError:
@@ -135,9 +135,9 @@ def _beside(model: nn.Module, container: str) -> Iterator[list[tuple[str, bool]]
             if child_name == step:
                 is_before = False
             elif any(True for _ in child.parameters()):
-                level.append((join(name, child_name), is_before))
+                level.append((join_fqn(name, child_name), is_before))
         yield level
-        parent, name = getattr(parent, step), join(name, step)
+        parent, name = getattr(parent, step), join_fqn(name, step)
     _check_loose(parent, name)
 
 
@@ -145,7 +145,7 @@ def _check_loose(module: nn.Module, name: str) -> None:
     loose = [parameter for parameter, _ in module.named_parameters(recurse=False)]
     if loose:
         raise UnsupportedModelError(
-            f"{type(module).__name__} holds parameters of its own: {', '.join(join(name, p) for p in loose)}.",
+            f"{type(module).__name__} holds parameters of its own: {', '.join(join_fqn(name, p) for p in loose)}.",
             why="it contains the blocks and therefore exists on every stage, but a parameter belongs to one stage",
             fix="put them in a module of their own, before or after the blocks",
         )

@@ -23,7 +23,7 @@ from neuron_accel.models.plan import (
     colwise,
     counted_once,
     experts,
-    matches,
+    matches_fqn,
     named_modules,
     partial,
     rowwise,
@@ -212,7 +212,7 @@ class _Translation:
         if any(True for _ in self._find(pattern)):
             return True
         for name, parameter in self._parameters.items():
-            if matches(pattern, name) and self._styles.get(pattern.rpartition(".")[0]) != "moe_tp_experts":
+            if matches_fqn(pattern, name) and self._styles.get(pattern.rpartition(".")[0]) != "moe_tp_experts":
                 if tuple(parameter.shape) == (self._count(_HEADS),) and self._styles[pattern] == "colwise":
                     self._of_each_head[pattern] = sharded(units=_HEADS)
                     return False
@@ -237,7 +237,7 @@ class _Translation:
                 if not hasattr(module, pattern.rpartition(".")[2]):
                     continue  # a dense layer of the same name
                 for leaf, child in module.named_modules():
-                    if leaf and self._own_parameters(child) and not matches(pattern, f"{name}.{leaf}"):
+                    if leaf and self._own_parameters(child) and not matches_fqn(pattern, f"{name}.{leaf}"):
                         styles[f"{region}.{leaf}"] = self._beside_experts(
                             f"{region}.{leaf}", present.get(f"{region}.{leaf}")
                         )

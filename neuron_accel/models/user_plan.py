@@ -11,7 +11,7 @@ from torch import nn
 
 from neuron_accel.errors import ConfigurationError, LayoutError, UnsupportedModelError
 from neuron_accel.models.architecture import Architecture
-from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, matches, named_modules, rowwise, shared
+from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, matches_fqn, named_modules, rowwise, shared
 
 BLOCK = "block"
 """The style of the repeated blocks of a model."""
@@ -104,7 +104,7 @@ def _style(pattern: str, style: str) -> Style:
 
 def _count(model: nn.Module, holder: str, attribute: str, degree: int) -> int:
     found: set[Any] = {
-        getattr(module, attribute, None) for name, module in model.named_modules() if matches(holder, name)
+        getattr(module, attribute, None) for name, module in model.named_modules() if matches_fqn(holder, name)
     }
     if len(found) != 1 or not all(isinstance(value, int) for value in found):
         raise UnsupportedModelError(

@@ -131,11 +131,11 @@ def test_doubled_parameters_are_found():
 def test_texts_of_other_libraries_are_found(monkeypatch):
     import torch
 
-    from neuron_accel.contract import FullParameterOptimizer
+    from neuron_accel.contract import ShardedOptimizer
 
-    assert text_of_others("neuron_accel.contract:FullParameterOptimizer.step") is None
-    monkeypatch.setattr(FullParameterOptimizer.step, "__doc__", torch.optim.Optimizer.step.__doc__)
-    assert text_of_others("neuron_accel.contract:FullParameterOptimizer.step") == "Optimizer"
+    assert text_of_others("neuron_accel.contract:ShardedOptimizer.step") is None
+    monkeypatch.setattr(ShardedOptimizer.step, "__doc__", torch.optim.Optimizer.step.__doc__)
+    assert text_of_others("neuron_accel.contract:ShardedOptimizer.step") == "Optimizer"
 
 
 def test_dead_links_are_found(tmp_path):

@@ -41,9 +41,10 @@ EXEMPT = {
     "NeuronTrainerMixin",
     "NeuronSeq2SeqTrainingArguments",
     "NeuronModelForCausalLM",
+    "ShardedGrad",
 }
-"""A class of tests, what others derive from (of them pytest, and the class beside it, show instances), and a class that
-has no instances."""
+"""A class of tests, what others derive from (of them pytest, and the class beside it, show instances), a class that has
+no instances, and a gradient, which shows its values as every tensor does."""
 
 SHOWN_BY_OTHERS = (nn.Module, torch.optim.Optimizer, NeuronTrainingArguments)
 """torch and transformers show these, on several lines."""
@@ -56,6 +57,20 @@ def public_classes() -> list[type]:
         (value for value in found if inspect.isclass(value) and typing.get_origin(value) is None),
         key=lambda cls: cls.__name__,
     )
+
+
+def decoder() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+
+
+def sharded_state(optimizer) -> list[object]:
+    (shard,) = optimizer.optimizer.shards
+    lazy = contract.LazyShard.__new__(contract.LazyShard)
+    vars(lazy).update(bucket=shard.bucket, partition=shard.partition)
+    return [optimizer.optimizer, shard, lazy, shard.partition, shard.pieces[0], optimizer.optimizer._buffers]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +131,6 @@ def objects(tmp_path_factory) -> list[object]:
         contract.BufferBroadcast(prepared, run),
         contract.Done(parameter),
         contract.FlatGradients(bucket),
-        contract.FullParameterOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))]), {}, run),
         contract.GradientPart(parameter, ("tp",)),
         contract.Cut(dim=0, axis="tp", degree=2, size=4, blocks=(4,)),
         torch.Tensor._make_wrapper_subclass(contract.LogitsTensor, (2, 4)),
@@ -131,7 +145,13 @@ def objects(tmp_path_factory) -> list[object]:
         contract.ReplicaState({"momentum": parameter}),
         PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=4),
         contract.Stages(axis="pp", blocks=((2,), (2,)), microbatches=4, in_flight=(2, 1), bubble=0.2),
-        contract.StandIn(parameter=parameter, cut=torch.clone),
+        *sharded_state(optimizer),
+        contract.HostCopy(torch.ones(4), [2, 2]),
+        contract.architecture_of(decoder()),
+        contract.Style(kind="rowwise"),
+        contract.stack_of(decoder()),
+        contract.SupportReport(model_type="llama", tensor_parallel_size=2, supported=True),
+        contract.BlockwiseAttention(None),
         contract.StatePiece(record=records[0], parameter=parameter, start=0, stop=8, group=0),
         contract.WithProductHooks(),
         testing.EmulatedInstance(folder=Path("somewhere"), cores=2, environ={"SECRET": "value"}),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from neuron_accel.contract import (
+    BlockwiseAttention,
     ConfigurationError,
     LayoutSpace,
     Phase,
@@ -20,12 +21,12 @@ from neuron_accel.contract import (
     StrategyPlugin,
     UnsupportedModelError,
     UsageError,
+    architecture_of,
     did_you_mean,
+    install_attention,
+    matches_fqn,
     wrap_forward,
 )
-from neuron_accel.models.architecture import architecture_of
-from neuron_accel.models.attention import BlockwiseAttention, install_attention
-from neuron_accel.models.plan import matches
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, PreparedModel, Run
@@ -156,14 +157,14 @@ def find_modules(
     everywhere |= {name[: dot.start()] for name in set(everywhere) for dot in re.finditer(r"\.", name)} | set(known)
     everywhere.discard("")
     for pattern in _patterns(wanted):
-        if not any(matches(pattern, name) for name in everywhere):
+        if not any(matches_fqn(pattern, name) for name in everywhere):
             kinds = {re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name) for name in everywhere}
             raise ConfigurationError(
                 f"{type(model).__name__} has no module {pattern!r}.",
                 where=f"{_WHERE}, modules",
                 fix=did_you_mean(pattern, {*kinds, BLOCKS, ATTENTION, CORE_ATTENTION}),
             )
-    return [(n, m) for n, m in known.items() if any(matches(pattern, n) for pattern in _patterns(wanted))]
+    return [(n, m) for n, m in known.items() if any(matches_fqn(pattern, n) for pattern in _patterns(wanted))]
 
 
 def _patterns(wanted: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -7,8 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from neuron_accel.contract import ConfigurationError, LayoutSpace, Phase, PluginSpec, StrategyPlugin
-from neuron_accel.models.attention import BlockwiseAttention, install_attention
+from neuron_accel.contract import (
+    BlockwiseAttention,
+    ConfigurationError,
+    LayoutSpace,
+    Phase,
+    PluginSpec,
+    StrategyPlugin,
+    install_attention,
+)
 from neuron_accel.strategies.flash_attention.nki import nki_attention, why_not_nki, why_not_nki_here
 
 if TYPE_CHECKING:

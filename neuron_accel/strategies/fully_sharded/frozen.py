@@ -11,21 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.contract import make_buckets
+from neuron_accel.contract import SendBuffers, make_buckets, make_partition, return_freed_memory
 from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.strategies.fully_sharded.reading import read_weights
-from neuron_accel.strategies.zero1.eager_shard import SendBuffers
-from neuron_accel.strategies.zero1.optimizer import return_freed_memory
-from neuron_accel.strategies.zero1.partition import even, lazy_partition
 
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.contract import Bucket, ParameterRecord, Run
+    from neuron_accel.contract import Bucket, ParameterRecord, Partition, Run
     from neuron_accel.strategies.fully_sharded.groups import ShardGroups
     from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
-    from neuron_accel.strategies.zero1.partition import Partition
 
 _NO_LIMIT = 1 << 62
 
@@ -90,7 +86,7 @@ class FrozenShards:
 
     def _partition(self, bucket: Bucket) -> Partition:
         sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
-        return lazy_partition(sizes, degree) if self._run.backend.is_lazy else even(sizes, degree)
+        return make_partition(sizes, degree, is_lazy=self._run.backend.is_lazy)
 
     def _shard(self, bucket: Bucket, units: Units, own: torch.Tensor | None) -> AnyShard:
         group = self._run.group(*bucket.reduction_axes)

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import UsageError, WeightShard
-from neuron_accel.strategies.zero1.eager_shard import Buffer, EagerShard
+from neuron_accel.contract import EagerShard, UsageError, WeightShard
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Group, Pending
-    from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
+    from neuron_accel.contract import Group, ParameterShard, Pending
 
 
 class GatheredShard(EagerShard):
@@ -199,8 +197,7 @@ class GatheredShard(EagerShard):
     def send_gradients(self) -> None:
         gradient = self.parameters[0].grad if self.is_alone else None
         if gradient is not None and self._is_buffer(gradient):
-            self._buffer, self._filled, self._kept = Buffer(gradient.detach().view(-1), None), [True], [False]
-            self.parameters[0].grad = None
+            self._take_as_buffer(gradient)
         super().send_gradients()
 
     def _is_buffer(self, gradient: torch.Tensor) -> bool:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import UsageError, WeightShard
-from neuron_accel.strategies.zero1.lazy_shard import HostCopy, LazyShard
+from neuron_accel.contract import HostCopy, LazyShard, UsageError, WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping

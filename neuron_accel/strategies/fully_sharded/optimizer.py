@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from neuron_accel.contract import Bucket, ParameterRecord, UnsupportedModelError, make_buckets
+from neuron_accel.contract import (
+    Bucket,
+    EagerShard,
+    LazyShard,
+    ParameterRecord,
+    SendBuffers,
+    ShardedGrad,
+    ShardedOptimizer,
+    UnsupportedModelError,
+    make_buckets,
+)
 from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
 from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.strategies.fully_sharded.reading import read_weights
-from neuron_accel.strategies.zero1.eager_shard import EagerShard, SendBuffers
-from neuron_accel.strategies.zero1.lazy_shard import LazyShard
-from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
-from neuron_accel.strategies.zero1.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Run
@@ -31,14 +37,14 @@ _LARGE = 8 << 20
 would take longer than another message does."""
 
 
-class FullyShardedOptimizer(Zero1Optimizer):
+class FullyShardedOptimizer(ShardedOptimizer):
     """Steps this rank's shard of an optimizer's parameters, which is all that the rank keeps of them.
 
     Args:
         units: of every prepared model.
         frozen: shards of what does not train.
         groups: the ranks over which parameters are sharded.
-        optimizer, run, more: see :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`.
+        optimizer, run, more: see :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`.
     """
 
     by_arrival: ClassVar[bool] = False
@@ -61,7 +67,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """See :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`."""
+        """See :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`."""
         return self._groups.axes
 
     def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
@@ -170,7 +176,7 @@ class FullyShardedOptimizer(Zero1Optimizer):
         return [i for i, s in enumerate(self.shards) if isinstance(s, GatheredShard) and s.is_alone and s in mine]
 
     def close(self) -> None:
-        """See :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer`."""
+        """See :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`."""
         super().close()
         for units in self._units:
             if self._before_units in units.before_units:

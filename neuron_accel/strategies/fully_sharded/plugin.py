@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from neuron_accel.contract import Claim, ConfigurationError, Phase, PlanError, PluginSpec, UnsupportedModelError
+# ZeRO-1 is stage 1 of the same method: the optimizer, the shards of gradients and what a loop sees of them, norms,
+# clipping and checkpoints are its.
+from neuron_accel.contract import (
+    WEIGHTS_IN_PASSES,
+    Claim,
+    ConfigurationError,
+    Phase,
+    PlanError,
+    PluginSpec,
+    UnsupportedModelError,
+)
 from neuron_accel.strategies.fully_sharded.frozen import FrozenShards
 from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
 from neuron_accel.strategies.fully_sharded.groups import ShardGroups, added_axes, check
@@ -18,19 +28,14 @@ from neuron_accel.strategies.fully_sharded.lazy_units import LazyUnits
 from neuron_accel.strategies.fully_sharded.optimizer import FullyShardedOptimizer
 from neuron_accel.strategies.fully_sharded.order import UnitOrder
 from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
-
-# ZeRO-1 is stage 1 of the same method: the optimizer, the shards of gradients and what a loop sees of them, norms,
-# clipping and checkpoints are its.
-from neuron_accel.strategies.zero1.awaited import IN_PASSES
 from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import AxisSpec, PlanContext, PreparedModel, Run
-    from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
+    from neuron_accel.contract import AxisSpec, PlanContext, PreparedModel, Run, ShardedOptimizer
 
 CAPABILITY = "gathered-weights"
 """The capability of plugins that neither read nor write values of parameters outside of forward and backward passes, or
-do so through :attr:`ParameterRecord.weights`. Those that provide :data:`IN_PASSES` have it too."""
+do so through :attr:`ParameterRecord.weights`. Those that provide :data:`WEIGHTS_IN_PASSES` have it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +124,7 @@ class FullyShardedPlugin(Zero1Plugin):
         others = sorted(
             name
             for name, plugin in context.plugins.items()
-            if name != self.spec.name and not {CAPABILITY, IN_PASSES} & plugin.spec.provides
+            if name != self.spec.name and not {CAPABILITY, WEIGHTS_IN_PASSES} & plugin.spec.provides
         )
         if others:
             raise PlanError(
@@ -147,7 +152,7 @@ class FullyShardedPlugin(Zero1Plugin):
     def model_init(self, run: Run) -> AbstractContextManager[None]:
         """Creates models without memory for weights, of which each rank reads its shard when they are prepared together
         with their optimizer."""
-        from neuron_accel.lazy import lazy_load_for_parallelism
+        from neuron_accel.contract import lazy_load_for_parallelism
 
         return nullcontext() if run.group(*run.mesh.gradient_axes).size == 1 else lazy_load_for_parallelism()
 
@@ -181,7 +186,7 @@ class FullyShardedPlugin(Zero1Plugin):
             )
         )
 
-    def _sharded(self, optimizer: torch.optim.Optimizer, run: Run) -> Zero1Optimizer:
+    def _sharded(self, optimizer: torch.optim.Optimizer, run: Run) -> ShardedOptimizer:
         return FullyShardedOptimizer(
             optimizer,
             run,

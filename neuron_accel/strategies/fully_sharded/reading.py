@@ -11,8 +11,7 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.contract import Bucket, PreparedModel, Run
-    from neuron_accel.strategies.zero1.partition import Partition
+    from neuron_accel.contract import Bucket, Partition, PreparedModel, Run
 
 
 def read_weights(

@@ -22,9 +22,14 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.contract import ConfigurationError, UnsupportedModelError, UsageError, did_you_mean
-from neuron_accel.models.architecture import architecture_of
-from neuron_accel.models.plan import matches
+from neuron_accel.contract import (
+    ConfigurationError,
+    UnsupportedModelError,
+    UsageError,
+    architecture_of,
+    did_you_mean,
+    matches_fqn,
+)
 
 if TYPE_CHECKING:
     from neuron_accel.contract import ParameterRecord, PreparedModel, Run
@@ -464,14 +469,14 @@ def find_units(model: nn.Module, wanted: str | tuple[str, ...], plugin: str) -> 
     patterns = (wanted,) if isinstance(wanted, str) else wanted
     known = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
-        if not any(matches(pattern, name) for name in known):
+        if not any(matches_fqn(pattern, name) for name in known):
             kinds = {re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name) for name in known}
             raise ConfigurationError(
                 f"{type(model).__name__} has no module {pattern!r}.",
                 where=where,
                 fix=did_you_mean(pattern, {*kinds, BLOCKS}),
             )
-    return _outermost([(n, m) for n, m in known.items() if any(matches(pattern, n) for pattern in patterns)])
+    return _outermost([(n, m) for n, m in known.items() if any(matches_fqn(pattern, n) for pattern in patterns)])
 
 
 def _blocks(model: nn.Module, where: str) -> list[tuple[str, nn.Module]]:

@@ -64,7 +64,7 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
     def lazy_load(self) -> AbstractContextManager[None]:
         """A context in which a model for these ranks is created or loaded without memory for its weights; see
         :func:`~neuron_accel.lazy_load_for_parallelism`."""
-        from neuron_accel.lazy import lazy_load_for_parallelism
+        from neuron_accel.contract import lazy_load_for_parallelism
 
         return lazy_load_for_parallelism(
             tensor_parallel_size=self.tensor_parallel_size, pipeline_parallel_size=self.pipeline_parallel_size

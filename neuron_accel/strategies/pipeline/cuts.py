@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from neuron_accel.contract import UnsupportedModelError
-from neuron_accel.models.stages import Stack, container_of, stack_of
+from neuron_accel.contract import Stack, UnsupportedModelError, container_of, stack_of
 
 
 def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tuple[Stack, tuple[int, ...]]:

@@ -140,7 +140,7 @@ class PipelineParallelPlugin(PipelineOptions):
 
     def model_init(self, run: Run) -> AbstractContextManager[None]:
         """Creates models without memory for weights."""
-        from neuron_accel.lazy import lazy_load_for_parallelism
+        from neuron_accel.contract import lazy_load_for_parallelism
 
         return lazy_load_for_parallelism(pipeline_parallel_size=self.pipeline_parallel_size)
 
@@ -155,7 +155,7 @@ class PipelineParallelPlugin(PipelineOptions):
             UnsupportedModelError: if the model cannot be split, or not into this number of stages or at these blocks.
                 It is not changed then.
         """
-        from neuron_accel.models.resize import install_resize
+        from neuron_accel.contract import install_resize
         from neuron_accel.strategies.pipeline.cuts import cut
         from neuron_accel.strategies.pipeline.pipeline import Pipeline
         from neuron_accel.strategies.pipeline.stage import make_stages

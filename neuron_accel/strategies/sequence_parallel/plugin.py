@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from neuron_accel.contract import (
+    Architecture,
     LayoutSpace,
     ParameterMap,
     Phase,
@@ -23,8 +24,8 @@ from neuron_accel.contract import (
     StrategyPlugin,
     UnsupportedModelError,
     UsageError,
+    join_fqn,
 )
-from neuron_accel.models.architecture import Architecture, join
 from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
 from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_first, change_output, replace_hidden
 from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
@@ -141,7 +142,7 @@ def _with_shards(architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
     regions = [fqn for fqn, _ in architecture.regions]
     for fqn, block in architecture.blocks:
         for inner, module in block.named_modules():
-            name = join(fqn, inner) if inner else fqn
+            name = join_fqn(fqn, inner) if inner else fqn
             inside = any(name.startswith(region + ".") for region in regions)
             if not inside or is_row_parallel(module):
                 yield name, module
@@ -256,11 +257,13 @@ def _mixing_modules(architecture: Architecture) -> list[tuple[str, nn.Module]]:
     """Returns FQN and module of the unsharded modules in blocks that may compute across positions: all but norms."""
     regions, styled = [fqn for fqn, _ in architecture.regions], architecture.around_styles
     return [
-        (join(block, name), module)
+        (join_fqn(block, name), module)
         for block, parts in architecture.blocks
         for name, module in _called(parts)
-        if not any(region == join(block, name) or region.startswith(join(block, name) + ".") for region in regions)
-        and join(block, name) not in styled
+        if not any(
+            region == join_fqn(block, name) or region.startswith(join_fqn(block, name) + ".") for region in regions
+        )
+        and join_fqn(block, name) not in styled
         and "norm" not in type(module).__name__.lower()
         and any(True for _ in module.parameters())
         and not any(is_row_parallel(inner) for inner in module.modules())
@@ -273,7 +276,7 @@ def _refuse_mixing(architecture: Architecture) -> None:
         for name, module in parts.named_modules():
             if isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm, nn.RNNBase)):
                 raise UnsupportedModelError(
-                    f"{join(block, name)!r} is a {type(module).__name__}.",
+                    f"{join_fqn(block, name)!r} is a {type(module).__name__}.",
                     where=f"the plan of {architecture.model_type}",
                     why="it computes across positions of the sequence, of which a rank has a shard in a block",
                     fix="leave SequenceParallelPlugin out",
@@ -319,10 +322,12 @@ def _on_shards(architecture: Architecture, regions: list[tuple[str, nn.Module]])
     inside = set()
     for fqn, region in regions:
         # The bias of a row-wise projection is added after the exit of the region.
-        after = {join(name, "bias") for name, module in region.named_modules() if is_row_parallel(module)}
-        inside |= {join(fqn, name) for name, _ in region.named_parameters() if name not in after}
+        after = {join_fqn(name, "bias") for name, module in region.named_modules() if is_row_parallel(module)}
+        inside |= {join_fqn(fqn, name) for name, _ in region.named_parameters() if name not in after}
     for fqn, block in architecture.blocks:  # some regions end in a projection outside of the module in which they begin
-        inside |= {join(fqn, join(name, "weight")) for name, module in block.named_modules() if is_row_parallel(module)}
+        inside |= {
+            join_fqn(fqn, join_fqn(name, "weight")) for name, module in block.named_modules() if is_row_parallel(module)
+        }
     outer = [*architecture.blocks, *([architecture.last] if architecture.plan.final_norm else [])]
-    names = [join(fqn, name) for fqn, module in outer for name, _ in module.named_parameters()]
+    names = [join_fqn(fqn, name) for fqn, module in outer for name, _ in module.named_parameters()]
     return [name for name in names if name not in inside]

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from neuron_accel.contract import LayoutError
-from neuron_accel.models.architecture import Architecture
+from neuron_accel.contract import Architecture, LayoutError
 
 
 @dataclass(frozen=True, kw_only=True)

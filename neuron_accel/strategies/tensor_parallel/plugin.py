@@ -26,8 +26,7 @@ from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.contract import PreparedModel, Run
-    from neuron_accel.models.support import SupportReport
+    from neuron_accel.contract import PreparedModel, Run, SupportReport
 
 _SMALL = 1 << 16
 """Elements of the largest parameter that is compared: embeddings that are not sharded would take time."""
@@ -89,7 +88,7 @@ class TensorParallelPlugin(TensorParallelOptions):
     def lazy_load(self) -> AbstractContextManager[None]:
         """A context in which a model for these ranks is created or loaded without memory for its weights; see
         :func:`~neuron_accel.lazy_load_for_parallelism`."""
-        from neuron_accel.lazy import lazy_load_for_parallelism
+        from neuron_accel.contract import lazy_load_for_parallelism
 
         return lazy_load_for_parallelism(tensor_parallel_size=self.tensor_parallel_size)
 
@@ -107,9 +106,7 @@ class TensorParallelPlugin(TensorParallelOptions):
         degree = run.mesh.degree(AXIS)
         if degree == 1:
             return
-        from neuron_accel.models.architecture import architecture_of
-        from neuron_accel.models.catalog import registered_plans
-        from neuron_accel.models.user_plan import given_architecture
+        from neuron_accel.contract import architecture_of, given_architecture, registered_plans
         from neuron_accel.strategies.tensor_parallel.rewrite import rewrite
         from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 
@@ -151,8 +148,7 @@ class TensorParallelPlugin(TensorParallelOptions):
             tensor_parallel_size: the degree to check.
             parallelize_embeddings: as in the plugin.
         """
-        from neuron_accel.models.architecture import architecture_of
-        from neuron_accel.models.support import SupportReport, model_without_weights
+        from neuron_accel.contract import SupportReport, architecture_of, model_without_weights
         from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards, sizes_of
 
         model = model_without_weights(config)

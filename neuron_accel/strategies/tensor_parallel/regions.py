@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.contract import LayoutError, UsageError, chunk_to_group, gather_from_group
-from neuron_accel.models.architecture import Architecture
+from neuron_accel.contract import Architecture, LayoutError, UsageError, chunk_to_group, gather_from_group
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelHead
 from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit
 from neuron_accel.strategies.tensor_parallel.tp_region import TpRegion

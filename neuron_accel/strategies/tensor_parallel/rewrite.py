@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from neuron_accel.contract import PreparedModel, Run
-from neuron_accel.models.architecture import Architecture, join
-from neuron_accel.models.resize import install_resize
+from neuron_accel.contract import Architecture, PreparedModel, Run, install_resize, join_fqn
 from neuron_accel.strategies.tensor_parallel.embedding import (
     VocabularyParallelHead,
     parallel_embedding,
@@ -70,10 +68,10 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
     module: nn.Module
     for shards in shard_plans:
         for name in shards.layouts:
-            parameters[join(shards.fqn, name)].rule = shards.kind
+            parameters[join_fqn(shards.fqn, name)].rule = shards.kind
         if shards.kind in ("shared", "counted_once"):
             for name in shards.layouts:
-                parameters.add_partial_axis(join(shards.fqn, name), AXIS)
+                parameters.add_partial_axis(join_fqn(shards.fqn, name), AXIS)
             if shards.kind == "counted_once":
                 count_once(shards.module, tp_region)
             continue
@@ -82,7 +80,7 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
             continue
         if shards.kind in ("own_queries", "own_rows"):
             for name in shards.layouts:
-                parameters.add_partial_axis(join(shards.fqn, name), AXIS)
+                parameters.add_partial_axis(join_fqn(shards.fqn, name), AXIS)
             if shards.kind == "own_rows":
                 module = own_rows_linear(shards.module, tp_region, shards.rows)
             else:
@@ -91,14 +89,14 @@ def rewrite(architecture: Architecture, shard_plans: list[ShardPlan], model: Pre
             continue
         if shards.kind == "experts":
             for name in scale_bias(shards.module, tp_region.group.size):
-                parameters.add_partial_axis(join(shards.fqn, name), AXIS)
+                parameters.add_partial_axis(join_fqn(shards.fqn, name), AXIS)
         module = _replacement(shards, tp_region)
         for name, layout in shards.layouts.items():
             if layout.cuts:
-                parameters.set_layout(join(shards.fqn, name), layout)
+                parameters.set_layout(join_fqn(shards.fqn, name), layout)
                 full = getattr(module, name)
                 module.register_parameter(name, sharder.shard(full, layout))
-                _put_tied(architecture.model, parameters[join(shards.fqn, name)].names, full, getattr(module, name))
+                _put_tied(architecture.model, parameters[join_fqn(shards.fqn, name)].names, full, getattr(module, name))
                 replicas = layout.cuts[0].replicas
                 if replicas > 1:
                     cast(ColumnParallelLinear, module).replica_group = replica_groups[replicas]

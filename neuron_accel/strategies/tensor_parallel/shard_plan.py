@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import Cut, Layout, LayoutError, UnsupportedModelError
-from neuron_accel.models.architecture import Architecture, join
-from neuron_accel.models.plan import Style
+from neuron_accel.contract import Architecture, Cut, Layout, LayoutError, Style, UnsupportedModelError, join_fqn
 from neuron_accel.strategies.tensor_parallel.embedding import is_plain, is_scaled_embedding
 from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit, head_splits
 from neuron_accel.strategies.tensor_parallel.linear import RowBlock, feature_dims
@@ -96,7 +94,7 @@ def _shard_plan(
 def sizes_of(model: nn.Module, shard_plans: list[ShardPlan]) -> dict[str, int]:
     """Returns the numbers of elements in ``"sharded"`` parameters, in ``"replicated"`` parameters, and on each rank
     (``"local"``). Tied weights are counted once."""
-    layouts = {join(d.fqn, name): layout for d in shard_plans for name, layout in d.layouts.items()}
+    layouts = {join_fqn(d.fqn, name): layout for d in shard_plans for name, layout in d.layouts.items()}
     sizes = dict.fromkeys(("sharded", "replicated", "local"), 0)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -151,7 +149,7 @@ def _tables(architecture: Architecture, splits: dict[str, HeadSplit], degree: in
                 yield ShardPlan(fqn=fqn, module=module, kind="shared", layouts={name: layout})
                 continue
             size = layout.shape[style.dim]
-            cut = _cut_of(architecture, join(fqn, name), style, splits, degree, dim=style.dim, size=size)
+            cut = _cut_of(architecture, join_fqn(fqn, name), style, splits, degree, dim=style.dim, size=size)
             yield ShardPlan(fqn=fqn, module=module, kind="sharded", layouts={name: _cut(layout, cut)})
 
 
@@ -386,12 +384,12 @@ def _vocabulary(architecture: Architecture, degree: int) -> Iterator[ShardPlan]:
 
 def _check_covered(architecture: Architecture, shard_plans: list[ShardPlan]) -> None:
     """Checks that every parameter in a region has a style; otherwise its gradient would silently be wrong."""
-    covered = {join(shard_plan.fqn, name) for shard_plan in shard_plans for name in shard_plan.layouts}
+    covered = {join_fqn(shard_plan.fqn, name) for shard_plan in shard_plans for name in shard_plan.layouts}
     for region, module in architecture.regions:
         for name, _ in module.named_parameters():
-            if join(region, name) not in covered:
+            if join_fqn(region, name) not in covered:
                 raise UnsupportedModelError(
-                    f"The parameter {join(region, name)!r} has no style.",
+                    f"The parameter {join_fqn(region, name)!r} has no style.",
                     where=f"the plan of model type {architecture.model_type!r}",
                     why="the style of every parameter in a tensor-parallel region must be known",
                     fix="add a style for its module to the plan",

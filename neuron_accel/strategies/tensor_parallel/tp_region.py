@@ -32,8 +32,7 @@ from neuron_accel.strategies.tensor_parallel.overlap import (
 )
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Backend, Group
-    from neuron_accel.models.architecture import Architecture
+    from neuron_accel.contract import Architecture, Backend, Group
 
 
 class Flow(ABC):

@@ -15,7 +15,7 @@ from neuron_accel.strategies.tensor_parallel.overlap import overlapping_layers
 from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRegion, tp_region_of
 
 if TYPE_CHECKING:
-    from neuron_accel.models.architecture import Architecture
+    from neuron_accel.contract import Architecture
 
 
 def explain_traffic(model: nn.Module, tokens: int | None = None) -> str:

@@ -19,15 +19,17 @@ from neuron_accel.contract import (
     Phase,
     PlanError,
     PluginSpec,
+    ShardedOptimizer,
     StrategyPlugin,
     UsageError,
     clip_coefficient,
     global_norm,
     is_separable,
+    refuse_closures,
+    scale_parts,
     unsharded_gradients,
     why_not_elementwise,
 )
-from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer, refuse_closures, scale_parts
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run
@@ -187,13 +189,13 @@ class Zero1Plugin(StrategyPlugin):
             averager.leave(p for group in sharded.param_groups for p in group["params"])
         return sharded
 
-    def _sharded(self, optimizer: torch.optim.Optimizer, run: Run) -> Zero1Optimizer:
-        return Zero1Optimizer(
+    def _sharded(self, optimizer: torch.optim.Optimizer, run: Run) -> ShardedOptimizer:
+        return ShardedOptimizer(
             optimizer, run, **self.optimizer_options(), others=[averager.leave for averager in self._averagers(run)]
         )
 
     def optimizer_options(self) -> dict[str, Any]:
-        """The arguments of :class:`Zero1Optimizer` that are options of this plugin, its name and title."""
+        """The arguments of :class:`ShardedOptimizer` that are options of this plugin, its name and title."""
         names = ("optimizer_dtype", "max_norm", "use_grad_acc_hook", "higher_cc_precision", "bucket_cap_mb")
         more = ("partition", "save_master_weights", "overlap", "overlap_gather")
         return {"plugin": self.spec.name, **{name: getattr(self, name) for name in ("title", *names, *more)}}
@@ -247,7 +249,7 @@ class Zero1Plugin(StrategyPlugin):
     def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
         """Gathers the gradient from its shards."""
         for optimizer in self._flushed(run):
-            if any(parameter is candidate for shard in optimizer.shards for candidate in shard.parameters):
+            if parameter in optimizer.sharded_parameters:
                 return optimizer.full_gradient(parameter)
         return parameter.grad
 
@@ -261,7 +263,7 @@ class Zero1Plugin(StrategyPlugin):
             buffers.close()
         run.state(self).clear()
 
-    def _optimizers(self, run: Run) -> list[Zero1Optimizer]:
+    def _optimizers(self, run: Run) -> list[ShardedOptimizer]:
         return run.state(self).get("optimizers", [])
 
     def _averagers(self, run: Run) -> list[GradientReducer]:
@@ -269,10 +271,10 @@ class Zero1Plugin(StrategyPlugin):
         return run.state(self).get("averagers", [])
 
     def _unsharded(self, parameters: list[nn.Parameter], run: Run) -> list[nn.Parameter]:
-        sharded = {p for optimizer in self._optimizers(run) for shard in optimizer.shards for p in shard.parameters}
+        sharded = {p for optimizer in self._optimizers(run) for p in optimizer.sharded_parameters}
         return [p for p in parameters if p not in sharded]
 
-    def _flushed(self, run: Run) -> list[Zero1Optimizer]:
+    def _flushed(self, run: Run) -> list[ShardedOptimizer]:
         for averager in self._averagers(run):
             averager.flush()
         for optimizer in self._optimizers(run):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from neuron_accel import FullyShardedPlugin, NeuronAccelerator, Zero1Plugin
+from neuron_accel.engine.shards.optimizer import ShardedOptimizer
 from neuron_accel.errors import ConfigurationError, PlanError, UsageError
-from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
 
 @pytest.mark.parametrize("plugin", [Zero1Plugin, FullyShardedPlugin])
@@ -43,14 +43,15 @@ def test_impossible_options_of_fully_sharded_parameters_are_refused(options, wor
 
 
 def test_the_optimizer_gets_every_option_that_it_has():
-    """The optimizer requires its options, and the plugin has the defaults: neither can forget one of the other's."""
-    required = {
-        name
-        for name, parameter in inspect.signature(Zero1Optimizer.__init__).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    """Neither can forget an option of the other's, and both have the same defaults."""
+    options = {
+        name: parameter.default
+        for name, parameter in inspect.signature(ShardedOptimizer.__init__).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("synchronises", "others")
     }
+    assert Zero1Plugin().optimizer_options() == {**options, "plugin": "zero1", "title": "ZeRO-1"}
     given = FullyShardedPlugin(max_norm=2.0, overlap=False).optimizer_options()
-    assert given.keys() == required
+    assert given.keys() == options.keys()
     assert (given["plugin"], given["title"]) == ("fully_sharded", "fully sharded parameters")
     assert (given["max_norm"], given["overlap"]) == (2.0, False)
 

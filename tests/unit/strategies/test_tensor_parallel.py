@@ -29,7 +29,7 @@ from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.errors import LayoutError, PlanError, UnsupportedModelError
 from neuron_accel.models import architecture_of, colwise, known_model_types, plan_for
 from neuron_accel.models.architecture import Architecture
-from neuron_accel.models.plan import matches
+from neuron_accel.models.plan import matches_fqn
 from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin
 from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
 from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
@@ -68,7 +68,7 @@ def _layouts(model: nn.Module, degree: int, **options) -> dict[str, Layout]:
     ],
 )
 def test_patterns(pattern: str, name: str, expected: bool) -> None:
-    assert matches(pattern, name) is expected
+    assert matches_fqn(pattern, name) is expected
 
 
 def test_every_known_family_is_found_by_its_name() -> None:

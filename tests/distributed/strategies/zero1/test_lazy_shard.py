@@ -37,9 +37,9 @@ def sharded(changes_state=False):
     from neuron_accel.engine.plan.registry import default_registry
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.sharding.parameters import ParameterMap
+    from neuron_accel.engine.shards.lazy_shard import LazyShard
+    from neuron_accel.engine.shards.optimizer import ShardedOptimizer
     from neuron_accel.strategies.zero1 import Zero1Plugin
-    from neuron_accel.strategies.zero1.lazy_shard import LazyShard
-    from neuron_accel.strategies.zero1.optimizer import Zero1Optimizer
 
     class Lazy(TorchBackend):
         is_lazy = True
@@ -55,7 +55,9 @@ def sharded(changes_state=False):
     run = Run(plan=plan, backend=backend)
     model, optimizer = build()
     run.models.append(PreparedModel(original=model, module=model, parameters=ParameterMap(model)))
-    sharded = Zero1Optimizer(optimizer, run, **Zero1Plugin(max_norm=1.0).optimizer_options(), synchronises=lambda: True)
+    sharded = ShardedOptimizer(
+        optimizer, run, **Zero1Plugin(max_norm=1.0).optimizer_options(), synchronises=lambda: True
+    )
     assert [type(shard) for shard in sharded.shards] == [LazyShard] * 2, "one for each group of options"
     for index, (x, both) in enumerate(batches()):
         model(x.chunk(backend.world_size)[backend.rank], both).backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer that ``prepare`` returns under ZeRO-1.
+"""An optimizer whose state is sharded over ranks: what ``prepare`` returns under ZeRO-1, and fully sharded.
 
 It has the interface of the user's optimizer: the same groups with the model's parameters, which schedulers edit. A twin
 of the user's optimizer, of the same class and with the same hyper-parameters, updates this rank's shards only
@@ -20,49 +20,43 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.contract import (
-    BackwardWatcher,
-    Bucket,
-    FullParameterOptimizer,
-    GradientPart,
-    OwnMethods,
-    ParameterError,
-    PlanError,
+from neuron_accel.engine.optim.buckets import Bucket, make_buckets, used_anywhere
+from neuron_accel.engine.optim.elementwise import is_elementwise, needs_closure
+from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
+from neuron_accel.engine.optim.held import state_of
+from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, elsewhere, global_norm
+from neuron_accel.engine.optim.own_methods import OwnMethods
+from neuron_accel.engine.optim.reducer import BackwardWatcher
+from neuron_accel.engine.optim.twin import (
     StandIn,
     StatePiece,
-    UsageError,
     attributes_of,
-    clip_coefficient,
     copy_options,
-    elsewhere,
     extend_group,
-    global_norm,
-    is_elementwise,
     knows_by_parameter,
-    make_buckets,
-    needs_closure,
     put_state,
     recipe_of,
-    state_of,
     translate,
     twin,
-    used_anywhere,
 )
-from neuron_accel.strategies.zero1.awaited import AwaitedWeights, may_be_awaited
-from neuron_accel.strategies.zero1.eager_shard import EagerShard, SendBuffers, suitable_cap
-from neuron_accel.strategies.zero1.lazy_shard import LazyShard
-from neuron_accel.strategies.zero1.partition import Partition, even, lazy_partition, unsplit
-from neuron_accel.strategies.zero1.shard import BucketShard
-from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
-from neuron_accel.strategies.zero1.state_dict import Place, by_place, joined_entries, place_of, reordered
+from neuron_accel.engine.shards.awaited import AwaitedWeights, may_be_awaited
+from neuron_accel.engine.shards.eager_shard import EagerShard, SendBuffers, suitable_cap
+from neuron_accel.engine.shards.lazy_shard import LazyShard
+from neuron_accel.engine.shards.partition import Partition, make_partition
+from neuron_accel.engine.shards.shard import BucketShard
+from neuron_accel.engine.shards.sharded_grad import ParameterShard
+from neuron_accel.engine.shards.state_dict import Place, by_place, joined_entries, place_of, reordered
+from neuron_accel.errors import ParameterError, PlanError, UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Layout, ParameterRecord, PreparedModel, Run
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.layout import Layout
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 T = TypeVar("T")
 
 
-class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
+class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
     """Updates this rank's shards of an optimizer's parameters.
 
     Args:
@@ -98,16 +92,16 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
         run: Run,
         *,
         plugin: str,
-        title: str,
-        optimizer_dtype: torch.dtype,
-        max_norm: float | None,
-        use_grad_acc_hook: bool,
-        higher_cc_precision: bool,
-        bucket_cap_mb: float,
-        partition: Literal["even", "parameters"],
-        save_master_weights: bool,
-        overlap: bool,
-        overlap_gather: bool,
+        title: str = "sharded optimizer state",
+        optimizer_dtype: torch.dtype = torch.float32,
+        max_norm: float | None = None,
+        use_grad_acc_hook: bool = False,
+        higher_cc_precision: bool = False,
+        bucket_cap_mb: float = 25.0,
+        partition: Literal["even", "parameters"] = "even",
+        save_master_weights: bool = True,
+        overlap: bool = True,
+        overlap_gather: bool = False,
         synchronises: Callable[[], bool] | None = None,
         others: Sequence[Callable[[Iterable[torch.Tensor]], None]] = (),
     ) -> None:
@@ -322,9 +316,7 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
 
     def _partition(self, bucket: Bucket) -> Partition:
         sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
-        if self._lazy:
-            return lazy_partition(sizes, degree)
-        return (unsplit if self._keeps_parameters else even)(sizes, degree)
+        return make_partition(sizes, degree, is_lazy=self._lazy, splits=not self._keeps_parameters)
 
     def _reduce_dtype(self, bucket: Bucket, optimizer_dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which a bucket's gradients are sent and summed."""
@@ -518,6 +510,11 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
         return [*parts, *elsewhere(self._run, self.shard_axes)]
 
     @property
+    def sharded_parameters(self) -> set[torch.Tensor]:
+        """The parameters of the model that have shards: all but those that have never trained."""
+        return {p for shard in self.shards for p in shard.parameters}
+
+    @property
     def shard_axes(self) -> tuple[str, ...]:
         """The gradient axes over which state is sharded, but for parameters that are themselves."""
         return self._run.mesh.gradient_axes
@@ -705,7 +702,7 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
         copy_options(self._twin, self.optimizer)
         for parameter in (p for group in self.param_groups for p in group["params"]):
             entries = state_dict.get("whole_state", {}).get(self.record(parameter).fqn)
-            if entries is not None and parameter not in self._sharded:
+            if entries is not None and parameter not in self.sharded_parameters:
                 state_of(self.optimizer)[parameter] = dict(entries)
         if masters is None:
             self.reload_masters()
@@ -733,10 +730,6 @@ class Zero1Optimizer(OwnMethods, torch.optim.Optimizer):
             kinds = {piece.place.parameter: index_of.get(place_of(shard, piece)) for piece in shard.pieces}
             self._replace(shard.split_by(kinds, self.state))
         return self._held()
-
-    @property
-    def _sharded(self) -> set[torch.Tensor]:
-        return {p for shard in self.shards for p in shard.parameters}
 
     def reload_masters(self) -> None:
         """Sets the master weights from the model's weights, after these were changed."""
@@ -792,7 +785,7 @@ def _shard_entry(
 
 
 # ---- The state on this rank, for checkpoints -------------------------------------------------------------------------
-def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
+def state_pieces(optimizer: ShardedOptimizer) -> list[StatePiece]:
     """Returns the state of this rank's shards of every parameter of ``optimizer``."""
     optimizer.settle()  # a checkpoint writes to parameters too
     groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -817,7 +810,7 @@ def state_pieces(optimizer: Zero1Optimizer) -> list[StatePiece]:
                     store=store,
                 )
             )
-    sharded = {p for shard in optimizer.shards for p in shard.parameters}
+    sharded = optimizer.sharded_parameters
     for parameter, group in groups.items():  # parameters that never trained are unsharded, and so is their loaded state
         record = optimizer.record(parameter)
         if parameter not in sharded:

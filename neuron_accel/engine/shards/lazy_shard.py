@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """This rank's shard of a bucket on a device that runs one compiled graph on all ranks.
 
-Parameter shards have equal sizes on all ranks (:mod:`neuron_accel.strategies.zero1.partition`) and are consecutive in
+Parameter shards have equal sizes on all ranks (:mod:`neuron_accel.engine.shards.partition`) and are consecutive in
 one tensor, which the optimizer updates: a step of Adam is then forty operations for any number of parameters, and each
 operation costs compile time. Parameters without a gradient in some step are updated separately from then on, since an
 optimizer has one step counter per tensor. The graph creates new tensors instead of writing into views.
@@ -18,10 +18,10 @@ import torch
 import xxhash
 from torch import nn
 
-from neuron_accel.contract import GradientPart
-from neuron_accel.strategies.zero1.partition import LazyPartition, Span
-from neuron_accel.strategies.zero1.shard import BucketShard
-from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
+from neuron_accel.engine.optim.norms import GradientPart
+from neuron_accel.engine.shards.partition import LazyPartition, Span
+from neuron_accel.engine.shards.shard import BucketShard
+from neuron_accel.engine.shards.sharded_grad import ParameterShard
 
 
 @dataclass(eq=False)
@@ -422,6 +422,9 @@ class HostCopy:
     def __init__(self, full: torch.Tensor, lengths: Sequence[int]) -> None:
         self.parts = full.split(list(lengths))
         self._gathered, self._digest = full, _digest(full)
+
+    def __repr__(self) -> str:
+        return f"<HostCopy: {len(self.parts)} slices, {self._gathered.numel()} elements>"
 
     def is_still(self, values: Sequence[Any]) -> bool:
         """Returns whether ``values`` are the slices and were not written to. Contents are compared, since writes may

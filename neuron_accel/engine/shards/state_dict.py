@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between the state of tensors that the inner optimizer updates and the state of single parameter shards.
 
-``state_dict`` of :class:`~neuron_accel.strategies.zero1.optimizer.Zero1Optimizer` has an entry for each updated tensor,
+``state_dict`` of :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer` has an entry for each updated tensor,
 which may consist of several parameter shards. Which shards belong together can differ when the state is loaded. The
 state is therefore split into that of single shards, by their places in the parameters, and concatenated again.
 """
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.strategies.zero1.shard import BucketShard
-    from neuron_accel.strategies.zero1.sharded_grad import ParameterShard
+    from neuron_accel.engine.shards.shard import BucketShard
+    from neuron_accel.engine.shards.sharded_grad import ParameterShard
 
 Place = tuple[str, int, int]
 """Place of a shard: FQN of the parameter, and the range of elements of its flattened local tensor."""

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import UsageError, check_dense
-from neuron_accel.strategies.zero1.partition import Span
-from neuron_accel.strategies.zero1.shard import BucketShard
-from neuron_accel.strategies.zero1.sharded_grad import ParameterShard, ShardedGrad
+from neuron_accel.engine.optim.buckets import check_dense
+from neuron_accel.engine.shards.partition import Span
+from neuron_accel.engine.shards.shard import BucketShard
+from neuron_accel.engine.shards.sharded_grad import ParameterShard, ShardedGrad
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Group, ParameterRecord
+    from neuron_accel.backends.base import Group
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
 class Buffer:
@@ -57,6 +59,9 @@ class SendBuffers:
         self._limit, self._keeps = limit, keeps
         self._travelling: deque[tuple[EagerShard, Buffer]] = deque()
         self._free: list[Buffer] = []
+
+    def __repr__(self) -> str:
+        return f"<SendBuffers: {len(self._travelling)} of at most {self._limit} are sent, {len(self._free)} are free>"
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
         """Returns a buffer for ``numel`` elements."""
@@ -179,6 +184,11 @@ class EagerShard(BucketShard):
         else:
             slot.copy_(gradient)
         self._filled[index] = True
+
+    def _take_as_buffer(self, gradient: torch.Tensor) -> None:
+        """Sends the gradient of the only parameter from where it is, instead of a copy."""
+        self._buffer, self._filled, self._kept = Buffer(gradient.detach().view(-1), None), [True], [False]
+        self.parameters[0].grad = None
 
     def send_gradients(self) -> None:
         for index in range(len(self.parameters)):

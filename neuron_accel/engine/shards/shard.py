@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """This rank's shard of a bucket: gradients are reduce-scattered to it, it is updated, and weights are all-gathered.
 
-There are two kinds. :class:`~neuron_accel.strategies.zero1.eager_shard.EagerShard` keeps parameters as views of one
-flat buffer, so that they are gathered in place. :class:`~neuron_accel.strategies.zero1.lazy_shard.LazyShard` is for
+There are two kinds. :class:`~neuron_accel.engine.shards.eager_shard.EagerShard` keeps parameters as views of one
+flat buffer, so that they are gathered in place. :class:`~neuron_accel.engine.shards.lazy_shard.LazyShard` is for
 devices that run one compiled graph on all ranks. ``parameter.grad`` is defined in ``sharded_grad``.
 """
 
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import Bucket, check_dense
-from neuron_accel.strategies.zero1.partition import Partition
-from neuron_accel.strategies.zero1.sharded_grad import ParameterShard, ReducedGradients, ShardedGrad
+from neuron_accel.engine.optim.buckets import Bucket, check_dense
+from neuron_accel.engine.shards.partition import Partition
+from neuron_accel.engine.shards.sharded_grad import ParameterShard, ReducedGradients, ShardedGrad
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Group, Pending, Run
+    from neuron_accel.backends.base import Group, Pending
+    from neuron_accel.engine.runtime.run import Run
 
 
 class BucketShard(ReducedGradients):
@@ -56,6 +57,11 @@ class BucketShard(ReducedGradients):
         self.used = [False] * len(bucket.parameters)
         self._pending: Pending | None = None
         self._reduced: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        place = self.partition
+        parameters = f"{type(self).__name__} of {len(self.parameters)} parameters"
+        return f"<{parameters}: {place.chunk} elements, as many on each of {place.degree} ranks>"
 
     @property
     @abstractmethod

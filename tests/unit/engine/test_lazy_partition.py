@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuron_accel.strategies.zero1.partition import lazy_partition
+from neuron_accel.engine.shards.partition import lazy_partition
 
 SIZES = [(7,), (1, 8, 3), (5, 0, 4), (16, 2)]
 

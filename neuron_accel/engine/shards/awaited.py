@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from neuron_accel.contract import AxisKind, UsageError
+from neuron_accel.engine.plan.mesh import AxisKind
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import PreparedModel, Run
-    from neuron_accel.strategies.zero1.shard import BucketShard
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.shards.shard import BucketShard
 
-IN_PASSES = "weights-in-passes"
+WEIGHTS_IN_PASSES = "weights-in-passes"
 """The capability of plugins that read and write values of parameters in forward and backward passes only."""
 
 
 def may_be_awaited(run: Run, plugin: str) -> bool:
     """Whether a forward pass comes before all other uses of weights: no plugin but ``plugin`` may use them in between,
     and no pipeline runs parts of a pass on its own."""
-    in_passes = all(each.spec.name == plugin or IN_PASSES in each.spec.provides for each in run.plan.plugins)
+    in_passes = all(each.spec.name == plugin or WEIGHTS_IN_PASSES in each.spec.provides for each in run.plan.plugins)
     is_pipeline = any(axis.kind is AxisKind.STAGE and axis.degree > 1 for axis in run.mesh.axes)
     return in_passes and not is_pipeline and not run.backend.is_lazy
 

@@ -157,3 +157,17 @@ def lazy_partition(sizes: Sequence[int], degree: int) -> LazyPartition:
     return LazyPartition(
         degree=degree, chunk=max(1, total), offsets=tuple(offsets), sizes=tuple(sizes), lengths=tuple(lengths)
     )
+
+
+def make_partition(sizes: Sequence[int], degree: int, *, is_lazy: bool, splits: bool = True) -> Partition:
+    """Returns the positions of parameters in a bucket.
+
+    Args:
+        sizes: number of elements of each parameter.
+        degree: number of ranks.
+        is_lazy: whether the device runs one compiled graph on all ranks, which then need equal shards.
+        splits: whether a parameter may have elements on several ranks.
+    """
+    if is_lazy:
+        return lazy_partition(sizes, degree)
+    return (even if splits else unsplit)(sizes, degree)

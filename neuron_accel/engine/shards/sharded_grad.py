@@ -20,11 +20,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from neuron_accel.contract import DesyncError, GradientPart, UsageError
+from neuron_accel.engine.optim.norms import GradientPart
+from neuron_accel.errors import DesyncError, UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Bucket, Group, ParameterRecord, Run
-    from neuron_accel.strategies.zero1.partition import Span
+    from neuron_accel.backends.base import Group
+    from neuron_accel.engine.optim.buckets import Bucket
+    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
+    from neuron_accel.engine.shards.partition import Span
 
 
 class GradientSource(Protocol):
@@ -173,6 +177,9 @@ class ParameterShard:
     parameter: nn.Parameter
     place: Span
     master: nn.Parameter
+
+    def __repr__(self) -> str:
+        return f"<ParameterShard: elements {self.place.start} to {self.place.stop} of {self.parameter.numel()}>"
 
     @property
     def grad(self) -> torch.Tensor | None:

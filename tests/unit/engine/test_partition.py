@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable
-from neuron_accel.strategies.zero1.partition import even, unsplit
+from neuron_accel.engine.shards.partition import even, unsplit
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 DEGREES = st.integers(1, 9)
