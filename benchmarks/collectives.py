@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import in_table, note, parser, quartiles
-from neuron_accel.backends.base import Group
+from neuron_accel.backends.group import Group
 from neuron_accel.backends.process_group import installed_library
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.testing import run_ranks

@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from neuron_accel.backends.base import Group
+from neuron_accel.backends.group import Group
 from neuron_accel.testing import run_ranks
 
 

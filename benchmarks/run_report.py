@@ -31,7 +31,7 @@ def stepper(folder: str | None) -> Callable[[str, int], float]:
     accelerator = NeuronAccelerator(cpu=True, plugins=plugins)
     model = torch.nn.Linear(4, 4)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    ranges, backend, batch = accelerator.run.ranges, accelerator.run.backend, torch.ones(2, 4)
+    events, batch = accelerator.run.events, torch.ones(2, 4)
     group = Group(ranks=(0, 1), index=0, partition=((0, 1),), name="dp")
 
     def step(kind: str, count: int) -> float:
@@ -39,10 +39,10 @@ def stepper(folder: str | None) -> Callable[[str, int], float]:
         accelerator.backward(model(batch).sum())
         for _ in range(count):
             if kind == "collective":
-                with ranges.open("all_gather", "collective", part="communication", op="all_gather", group="dp"):
-                    backend._note("all_gather", group, 64)  # as in a collective of two ranks
+                with events.collective("all_gather", group, 64, torch.float32):  # as of two ranks
+                    pass
             else:
-                with ranges.open("zero1.after_backward", "hook"):
+                with events.open("zero1.after_backward", "hook"):
                     pass
         optimizer.step()
         optimizer.zero_grad()

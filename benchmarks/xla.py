@@ -24,13 +24,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from benchmarks.harness import Measurement, in_table, note, parser, table
-from neuron_accel.contract import CollectiveObserver
+from neuron_accel.contract import Event, Observer
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.xla_ranks import one_at_a_time
 from tests.xla.hlo import collectives, instructions
@@ -119,7 +119,7 @@ def ours(plugins: list[Any], small: bool, clips: bool = False) -> Peer:
         accelerator.backward(loss())
         if clips:
             accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
-        leave = accelerator.run.backend.observe(_Look(look))
+        leave = accelerator.run.events.observe(_Look(look))
         optimizer.step()
         leave()
         optimizer.zero_grad()
@@ -134,17 +134,15 @@ def ours(plugins: list[Any], small: bool, clips: bool = False) -> Peer:
     return Peer(step, lambda: kept(model, inner), accelerator, evaluate)
 
 
-class _Look(CollectiveObserver):
+class _Look(Observer):
     """Calls a function before a graph is executed."""
+
+    categories: ClassVar[frozenset[str]] = frozenset({"graph"})
 
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look
 
-    def issued(self, op: str, group: Any, sent: int, *, deferred: bool) -> None:
-        """See :class:`CollectiveObserver`."""
-
-    def executing(self, ranks: tuple[int, ...]) -> None:
-        """See :class:`CollectiveObserver`."""
+    def begin(self, event: Event) -> None:
         self._look()
 
 

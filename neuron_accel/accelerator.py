@@ -989,7 +989,7 @@ class NeuronAccelerator(Accelerator):
             UsageError: if it is not prepared, or a plugin keeps weights that cannot be written, as fully sharded
                 parameters on XLA ranks.
         """
-        with self.run.calling("full_weights"), full_weights(model, self.run):
+        with self.run.events.open("full_weights", "call"), full_weights(model, self.run):
             yield
 
     @collective

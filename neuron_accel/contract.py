@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # devices, groups, collectives
+    # devices, groups, collectives, events
     from neuron_accel.backends.autograd import (
         all_to_all,
         all_to_all_uneven,
@@ -26,21 +26,13 @@ if TYPE_CHECKING:
         reduce_from_group,
         reduce_scatter_to_group,
     )
-    from neuron_accel.backends.base import (
-        Backend,
-        Board,
-        CollectiveObserver,
-        Done,
-        Group,
-        Pending,
-        Traffic,
-        TrafficTotals,
-        Transfer,
-    )
+    from neuron_accel.backends.base import Backend
+    from neuron_accel.backends.board import Board
+    from neuron_accel.backends.events import Collective, Event, Events, Observer, Traffic, Transfer
     from neuron_accel.backends.failures import reported
+    from neuron_accel.backends.group import Done, Group, Pending
     from neuron_accel.backends.payload import object_to_tensor, tensor_to_object
     from neuron_accel.backends.randomness import RankRandomness
-    from neuron_accel.backends.ranges import OpenRange, RangeObserver, Ranges
 
     # gradients, their norms; optimizers, copies of them for other parameters, their state in terms of the original
     # parameters
@@ -135,28 +127,27 @@ _NAMES = {
         "reduce_from_group",
         "reduce_scatter_to_group",
     ),
-    "backends.base": (
-        "Backend",
-        "Board",
-        "CollectiveObserver",
-        "Done",
-        "Group",
-        "Pending",
+    "backends.base": ("Backend",),
+    "backends.board": ("Board",),
+    "backends.events": (
+        "Collective",
+        "Event",
+        "Events",
+        "Observer",
         "Traffic",
-        "TrafficTotals",
         "Transfer",
     ),
     "backends.failures": ("reported",),
+    "backends.group": (
+        "Done",
+        "Group",
+        "Pending",
+    ),
     "backends.payload": (
         "object_to_tensor",
         "tensor_to_object",
     ),
     "backends.randomness": ("RankRandomness",),
-    "backends.ranges": (
-        "OpenRange",
-        "RangeObserver",
-        "Ranges",
-    ),
     "engine.optim.buckets": (
         "Bucket",
         "FlatGradients",
@@ -323,7 +314,7 @@ __all__ = [
     "BufferBroadcast",
     "CheckpointError",
     "Claim",
-    "CollectiveObserver",
+    "Collective",
     "CommunicationError",
     "ConfigurationError",
     "CorruptionError",
@@ -331,6 +322,8 @@ __all__ = [
     "DesyncError",
     "Done",
     "EagerShard",
+    "Event",
+    "Events",
     "FlatGradients",
     "GradientPart",
     "GradientReducer",
@@ -346,7 +339,7 @@ __all__ = [
     "Mesh",
     "NeuronAccelError",
     "NonFiniteError",
-    "OpenRange",
+    "Observer",
     "ParameterError",
     "ParameterMap",
     "ParameterRecord",
@@ -362,8 +355,6 @@ __all__ = [
     "PluginSpec",
     "PreparedModel",
     "ProductHook",
-    "RangeObserver",
-    "Ranges",
     "RankRandomness",
     "RecompileError",
     "ReplicaState",
@@ -380,7 +371,6 @@ __all__ = [
     "Style",
     "SupportReport",
     "Traffic",
-    "TrafficTotals",
     "Transfer",
     "UnsupportedModelError",
     "UsageError",

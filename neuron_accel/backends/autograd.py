@@ -33,7 +33,8 @@ from typing import Any, Literal
 
 import torch
 
-from neuron_accel.backends.base import Backend, Group
+from neuron_accel.backends.base import Backend
+from neuron_accel.backends.group import Group
 
 GatherGradient = Literal["chunk", "reduce_scatter"]
 

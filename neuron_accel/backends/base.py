@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from neuron_accel.backends.ranges import Ranges
+from neuron_accel.backends.board import Board, LocalBoard
+from neuron_accel.backends.events import Events, Traffic
+from neuron_accel.backends.group import Done, Group, Pending, Then
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,310 +21,12 @@ if TYPE_CHECKING:
     from neuron_accel.backends.randomness import DeviceGenerator
 
 
-# ---- Observing collectives, and a key-value board beside them --------------------------------------------------------
-class CollectiveObserver(ABC):
-    """Receives a call before each collective is issued. If the observer raises, the collective is not issued."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
-
-    @abstractmethod
-    def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
-        """Is called before a collective is issued.
-
-        Args:
-            op: name of the collective.
-            group: the participating ranks, at least two.
-            sent: bytes that this rank sends; 0 for collectives on objects.
-            deferred: True if the collective is only added to a graph; :meth:`executing` is called before the graph
-                runs.
-        """
-
-    @abstractmethod
-    def executing(self, ranks: tuple[int, ...]) -> None:
-        """Is called before a lazy device executes its pending graph.
-
-        Args:
-            ranks: all ranks that execute their graph together, including this rank.
-        """
-
-    def summing(
-        self, group: Group, sent: Sequence[torch.Tensor], *, scattered: bool
-    ) -> Callable[[Sequence[torch.Tensor], float], None] | None:
-        """Is called after :meth:`issued` if the collective sums floating-point or complex numbers, before they are
-        sent. Must neither change the tensors nor read values of a lazy device.
-
-        Args:
-            group: the ranks whose tensors are summed.
-            sent: what this rank contributes.
-            scattered: whether row i of each tensor, ``[group.size, ...]``, is summed on the i-th rank only; otherwise
-                every rank receives all sums.
-
-        Returns:
-            A function that is called with this rank's sums and the factor by which they have been multiplied, before
-            the caller of the collective receives them; None if it is not needed.
-        """
-        return None
-
-
-class Board(ABC):
-    """A key-value store for short notes between ranks. Reading and writing involves no collective and does not wait."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
-
-    @abstractmethod
-    def put(self, key: str, note: bytes) -> None:
-        """Stores ``note`` under ``key``, replacing an earlier note."""
-
-    @abstractmethod
-    def get(self, key: str) -> bytes | None:
-        """Returns the note stored under ``key``, or None if there is none yet."""
-
-
-class LocalBoard(Board):
-    """A board for ranks that are threads of one process, or for a single rank."""
-
-    def __init__(self) -> None:
-        self._notes: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def put(self, key: str, note: bytes) -> None:
-        with self._lock:
-            self._notes[key] = note
-
-    def get(self, key: str) -> bytes | None:
-        with self._lock:
-            return self._notes.get(key)
-
-
-class StoreBoard(Board):
-    """A board for ranks that are processes, on a :class:`torch.distributed.Store`.
-
-    Args:
-        store: the store; keys get a prefix of their own.
-    """
-
-    def __init__(self, store: Any) -> None:
-        import torch.distributed as dist
-
-        self._store = dist.PrefixStore("neuron_accel_board", store)
-
-    @classmethod
-    def of_default_group(cls) -> StoreBoard:
-        """Returns a board on the store of the default process group."""
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        return cls(_get_default_store())
-
-    def put(self, key: str, note: bytes) -> None:
-        self._store.set(key, note)  # type: ignore[arg-type]  # the store keeps bytes
-
-    def get(self, key: str) -> bytes | None:
-        return self._store.get(key) if self._store.check([key]) else None
-
-
 # ---- The interface between strategies and the machine ----------------------------------------------------------------
 # Strategies use devices and collectives only through a :class:`Backend`. Collectives are functional: they return their
 # result and do not change their input unless they say so, since a lazy device requires this. The result may be the
 # input itself if nothing had to be sent: treat both as read-only, or clone. These collectives are not differentiable;
 # :mod:`neuron_accel.backends.autograd` has differentiable ones built on them. In a group of one rank every collective
 # is the identity and sends nothing.
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that take part in a collective, as seen by this rank.
-
-    Args:
-        ranks: the global ranks of the group, ascending.
-        index: position of this rank in ``ranks``.
-        partition: all groups of the same kind, this one included; together they contain every rank once.
-        name: name of the group in messages, such as ``"tp"`` or ``"dp x tp"``.
-        handle: the backend's own object for the group; None for a group of one rank.
-    """
-
-    ranks: tuple[int, ...]
-    index: int
-    partition: tuple[tuple[int, ...], ...]
-    name: str
-    handle: Any = field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def of(cls, rank: int, partition: Sequence[Sequence[int]], name: str, world_size: int) -> Group:
-        """Returns the group of ``partition`` in which ``rank`` is, without a handle. The order of groups, and of the
-        ranks in each, does not matter.
-
-        Raises:
-            ValueError: if ``partition`` does not name every rank exactly once.
-        """
-        groups = tuple(sorted(tuple(sorted(ranks)) for ranks in partition))
-        if sorted(each for ranks in groups for each in ranks) != list(range(world_size)):
-            raise ValueError(f"{groups} does not partition the ranks 0 to {world_size - 1}")
-        ranks = next(ranks for ranks in groups if rank in ranks)
-        return cls(ranks=ranks, index=ranks.index(rank), partition=groups, name=name)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "handle": None}  # a connection cannot be moved to another process
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # copies of a model communicate in the same groups
-
-
-class Pending(ABC):
-    """A collective that has been started and may not be complete."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
-
-    @abstractmethod
-    def wait(self) -> torch.Tensor:
-        """Waits for the collective and returns its result."""
-
-
-class Done(Pending):
-    """A :class:`Pending` whose result is already available."""
-
-    def __init__(self, result: torch.Tensor) -> None:
-        self._result = result
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {tuple(self._result.shape)} of {self._result.dtype}>"
-
-    def wait(self) -> torch.Tensor:
-        return self._result
-
-
-class Then(Pending):
-    """A :class:`Pending` whose result is passed through a function.
-
-    Args:
-        pending: the collective.
-        finish: maps the result of ``pending`` to the result of this object; called once, by the first ``wait()``.
-    """
-
-    def __init__(self, pending: Pending, finish: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._pending: Pending | None = pending
-        self._finish = finish
-        self._result: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._result = self._finish(pending.wait())
-        assert self._result is not None
-        return self._result
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Record of one collective.
-
-    Args:
-        op: name of the collective.
-        group: name of the group.
-        size: number of ranks in the group.
-        sent: bytes that this rank sends.
-        dtype: dtype of the tensor that is sent, on backends that record it; not compared.
-        ranks: the ranks of the group; not compared.
-    """
-
-    op: str
-    group: str
-    size: int
-    sent: int
-    dtype: torch.dtype | None = field(default=None, compare=False)
-    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False)
-
-
-@dataclass
-class Traffic:
-    """The collectives issued inside :meth:`Backend.record`, in order.
-
-    Args:
-        transfers: the collectives.
-        order: ``("start", i)`` and ``("wait", i)`` for ``transfers[i]``, in the order in which they happened; in a dry
-            run only.
-    """
-
-    transfers: list[Transfer] = field(default_factory=list)
-    order: list[tuple[Literal["start", "wait"], int]] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        by_op = ", ".join(f"{op} {self.count(op=op)}" for op in dict.fromkeys(t.op for t in self.transfers))
-        return f"<{type(self).__name__}: {self.sent()} bytes sent; collectives: {by_op or 'none'}>"
-
-    def sent(self, *, op: str | None = None, group: str | None = None) -> int:
-        """Returns the bytes sent by this rank, optionally of one collective ``op`` or one ``group`` only."""
-        return sum(t.sent for t in self._select(op, group))
-
-    def count(self, *, op: str | None = None, group: str | None = None) -> int:
-        """Returns the number of collectives, optionally of one ``op`` or one ``group`` only."""
-        return len(self._select(op, group))
-
-    def _select(self, op: str | None, group: str | None) -> list[Transfer]:
-        return [t for t in self.transfers if op in (None, t.op) and group in (None, t.group)]
-
-
-class TrafficTotals:
-    """Number and bytes of the collectives that are issued inside :meth:`Backend.record_totals`. It costs less than
-    :class:`Traffic`, which describes each of them."""
-
-    def __init__(self) -> None:
-        self._totals: dict[tuple[str, str], list[int]] = {}
-
-    def __repr__(self) -> str:
-        totals = ", ".join(f"{op} over {group} {count}" for (op, group), (count, _) in self._totals.items())
-        return f"<{type(self).__name__}: {totals or 'none'}>"
-
-    def add(self, op: str, group: str, sent: int) -> None:
-        """Counts a collective.
-
-        Args:
-            op: its name.
-            group: name of the group.
-            sent: bytes that this rank sends.
-        """
-        total = self._totals.get((op, group))
-        if total is None:
-            self._totals[op, group] = [1, sent]
-        else:
-            total[0] += 1
-            total[1] += sent
-
-    def take(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Returns the totals since the last call, and begins again at zero.
-
-        Returns:
-            The number of collectives and the bytes that this rank has sent, by the name of the collective and that of
-            the group, in the order of first use.
-        """
-        totals, self._totals = self._totals, {}
-        return {key: (count, sent) for key, (count, sent) in totals.items()}
-
-
-class _Observed(Pending):
-    """A :class:`Pending` whose wait is a range.
-
-    Args:
-        pending: the collective.
-        ranges: of the run.
-        op: name of the collective.
-        group: name of the group.
-    """
-
-    def __init__(self, pending: Pending, ranges: Ranges, op: str, group: str) -> None:
-        self._pending, self._ranges, self._op, self._group = pending, ranges, op, group
-
-    def wait(self) -> torch.Tensor:
-        with self._ranges.open(
-            f"wait for {self._op}", "collective", part="communication", op=self._op, group=self._group, waits=True
-        ):
-            return self._pending.wait()
 
 
 OUTSIDE_GRAPHS = "ranks communicate between compiled graphs"
@@ -355,15 +55,11 @@ class Backend(ABC):
         for name in COLLECTIVES:
             method = getattr(cls, name)
             if name in vars(cls) or method is getattr(Backend, name):
-                setattr(cls, name, torch.compiler.disable(_in_range(name, method), reason=OUTSIDE_GRAPHS))
+                setattr(cls, name, torch.compiler.disable(method, reason=OUTSIDE_GRAPHS))
 
     def __init__(self) -> None:
-        self._recordings: list[Traffic] = []
-        self._totals: list[TrafficTotals] = []
-        self._observers: list[CollectiveObserver] = []
-        self.ranges = Ranges()
-        """Named ranges of time. Each collective is one, and each wait for a collective that was started; on a lazy
-        device, whose collectives are part of a graph, those on objects and :meth:`step_boundary`."""
+        self.events = Events()
+        """What happens in the run. Each collective is an event, and each wait for one that was started."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: rank {self.rank} of {self.world_size} on {self.device}>"
@@ -794,110 +490,13 @@ class Backend(ABC):
         """Records the collectives on tensors that are issued inside the context. Collectives on objects are not
         recorded."""
         traffic = Traffic()
-        self._recordings.append(traffic)
+        leave = self.events.observe(traffic)
         try:
             yield traffic
         finally:
-            self._recordings.remove(traffic)
-
-    @contextmanager
-    def record_totals(self) -> Iterator[TrafficTotals]:
-        """Counts the collectives that :meth:`record` records, by collective and group, without keeping each of them:
-        for measurements that last as long as a training."""
-        totals = TrafficTotals()
-        self._totals.append(totals)
-        try:
-            yield totals
-        finally:
-            self._totals = [each for each in self._totals if each is not totals]
-
-    def observe(self, observer: CollectiveObserver) -> Callable[[], None]:
-        """Registers ``observer`` for all following collectives. Returns a function that removes it."""
-        self._observers.append(observer)
-        return lambda: self._observers.remove(observer) if observer in self._observers else None
-
-    def announce(self, op: str, group: Group) -> None:
-        """Notifies the observers of an operation ``op`` of the group that is not a collective on tensors."""
-        if group.size > 1:
-            sys.audit("neuron_accel.collective", op)
-            for observer in self._observers:
-                observer.issued(op, group, 0, deferred=False)
-
-    def _note(self, op: str, group: Group, sent: int, dtype: torch.dtype | None = None) -> None:
-        sys.audit("neuron_accel.collective", op)
-        for observer in self._observers:
-            observer.issued(op, group, sent, deferred=self.is_lazy)
-        opened = self.ranges.collective
-        if opened is not None:
-            found = opened.arguments
-            found["op"], found["group"], found["bytes"] = op, group.name, sent
-        for totals in self._totals:
-            totals.add(op, group.name, sent)
-        for traffic in self._recordings:
-            traffic.transfers.append(
-                Transfer(op=op, group=group.name, size=group.size, sent=sent, dtype=dtype, ranks=group.ranks)
-            )
-
-    def _begin_sum(
-        self, group: Group, sent: Sequence[torch.Tensor], *, scattered: bool = False
-    ) -> Callable[[Sequence[torch.Tensor], float], None]:
-        """Notifies the observers of a sum. Returns a function to be called with its result and the factor by which it
-        was multiplied."""
-        if not self._observers or not (sent[0].is_floating_point() or sent[0].is_complex()):
-            return _ignore
-        asked = [observer.summing(group, sent, scattered=scattered) for observer in self._observers]
-        ends = [end for end in asked if end is not None]
-
-        def finish(received: Sequence[torch.Tensor], scale: float) -> None:
-            for end in ends:
-                end(received, scale)
-
-        return finish if ends else _ignore
+            leave()
 
 
-def _ignore(received: Sequence[torch.Tensor], scale: float) -> None:
-    """Of a sum that no observer watches."""
-
-
-def _in_range(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a range of each call of a method in which other ranks take part."""
-    op = name.removeprefix("start_").removesuffix("_into").removesuffix("_together")
-    on_tensors = op not in _ON_OBJECTS
-
-    @functools.wraps(method)
-    def call(self: Backend, *args: Any, **kwargs: Any) -> Any:
-        ranges = self.ranges
-        if not ranges.observers:
-            return method(self, *args, **kwargs)
-        if op == "step_boundary":
-            if not self.is_lazy:
-                return method(self, *args, **kwargs)
-            with ranges.open("execute the graph", "part", part="device"):
-                return method(self, *args, **kwargs)
-        group = None
-        for each in (*args, *kwargs.values()):
-            if isinstance(each, Group):
-                group = each
-                break
-        alone = self.world_size == 1 if group is None else len(group.ranks) == 1
-        if alone or (on_tensors and self.is_lazy):
-            return method(self, *args, **kwargs)
-        outer, where = ranges.collective, "world" if group is None else group.name
-        if outer is not None:  # a collective that is made of this one
-            result = method(self, *args, **kwargs)
-            found = outer.arguments
-        else:
-            with ranges.open(op, "collective", part="communication", op=op, group=where) as opened:
-                result = method(self, *args, **kwargs)
-            found = opened.arguments
-        if isinstance(result, Pending) and not isinstance(result, (Done, _Observed)):
-            return _Observed(result, ranges, found["op"], found["group"])
-        return result
-
-    return call
-
-
-_ON_OBJECTS = frozenset({"all_gather_object", "broadcast_object", "barrier"})
 COLLECTIVES = frozenset(name for name, value in vars(Backend).items() if hasattr(value, "communicates"))
 """Names of the methods in which other ranks take part."""
 

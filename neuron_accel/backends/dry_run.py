@@ -14,7 +14,9 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from neuron_accel.backends.base import Backend, Done, Group, Pending
+from neuron_accel.backends.base import Backend
+from neuron_accel.backends.events import Collective, Unobserved
+from neuron_accel.backends.group import Done, Group, Pending
 from neuron_accel.backends.movement import ReduceOp, join_chunks, normalize_dim, split_chunks
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -37,8 +39,7 @@ def _imitates(method: _Method) -> _Method:
 class DryRunBackend(Backend):
     """Backend of one rank whose peers do not exist.
 
-    :meth:`record` also records the dtype of each collective, and in ``Traffic.order`` when it is started and waited
-    for. Bytes are those of rings, as on devices: an all-reduce sends ``2 (n - 1) / n`` of its tensor, an all-gather
+    Bytes are those of rings, as on devices: an all-reduce sends ``2 (n - 1) / n`` of its tensor, an all-gather
     ``n - 1`` times its shard, a reduce-scatter and an all-to-all ``(n - 1) / n`` of their tensor.
 
     Args:
@@ -225,12 +226,16 @@ class DryRunBackend(Backend):
     # ---- collectives on objects --------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         """Returns ``value`` once for every rank of the group, as if all had the same."""
-        self.announce("all_gather_object", group)
+        if group.size > 1:
+            with self.events.collective("all_gather_object", group):
+                pass
         return [value] * group.size
 
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
         """Returns ``value``, as if the source had the same."""
-        self.announce("broadcast_object", group)
+        if group.size > 1:
+            with self.events.collective("broadcast_object", group):
+                pass
         return value
 
     def barrier(self) -> None:
@@ -253,7 +258,7 @@ class DryRunBackend(Backend):
         result: torch.Tensor,
         finish: Callable[[], torch.Tensor] | None = None,
     ) -> Pending:
-        """Records the start of a collective; ``wait()`` of the result records the wait.
+        """Starts a collective.
 
         Args:
             op, group, sent: of the collective.
@@ -261,16 +266,8 @@ class DryRunBackend(Backend):
             result: the result, unless ``finish`` makes it.
             finish: called by the first ``wait()``; returns the result.
         """
-        self._note(op, group, sent, source.dtype)
-        places = [(traffic, len(traffic.transfers) - 1) for traffic in self._recordings]
-        for traffic, index in places:
-            traffic.order.append(("start", index))
-
-        def waited() -> None:
-            for traffic, index in places:
-                traffic.order.append(("wait", index))
-
-        return _Recorded(source, result, finish, waited)
+        with self.events.collective(op, group, sent, source.dtype) as event:
+            return _Recorded(source, result, finish, event)
 
 
 class _Recorded(Pending):
@@ -281,15 +278,15 @@ class _Recorded(Pending):
         source: torch.Tensor,
         result: torch.Tensor,
         finish: Callable[[], torch.Tensor] | None,
-        waited: Callable[[], None],
+        event: Collective | Unobserved,
     ) -> None:
         self._source: torch.Tensor | None = source
-        self._result, self._finish, self._waited = result, finish, waited
+        self._result, self._finish, self._event = result, finish, event
 
     def wait(self) -> torch.Tensor:
         if self._source is not None:
-            self._waited()
-            if self._finish is not None:
-                self._result = self._finish()
+            with self._event.waiting():
+                if self._finish is not None:
+                    self._result = self._finish()
             self._source, self._finish = None, None  # and the memory they hold
         return self._result

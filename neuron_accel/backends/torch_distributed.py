@@ -28,8 +28,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from neuron_accel.backends import payload, process_group
-from neuron_accel.backends.base import OUTSIDE_GRAPHS, Backend, Board, Done, Group, Pending, StoreBoard
+from neuron_accel.backends.base import OUTSIDE_GRAPHS, Backend
+from neuron_accel.backends.board import Board, StoreBoard
+from neuron_accel.backends.events import UNOBSERVED, Collective, Unobserved
 from neuron_accel.backends.failures import reported
+from neuron_accel.backends.group import Done, Group, Pending
 from neuron_accel.backends.movement import (
     Flat,
     ReduceOp,
@@ -124,9 +127,6 @@ class TorchBackend(Backend):
         closed = {
             "_handles": {},
             "_hosts": {},
-            "_recordings": [],
-            "_totals": [],
-            "_observers": [],
             "_closed": True,
             "_owns_default_group": False,
         }
@@ -249,13 +249,15 @@ class TorchBackend(Backend):
         if _on_host(tensor) and not (op == "sum" and tensor.dtype in _GLOO_SUMS):
             return self._start_two_step_all_reduce(tensor, group, op)
         shared = tensor.contiguous()
-        self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(shared) // group.size, shared.dtype)
-        summed = self._begin_sum(group, [shared]) if op == "sum" else None
+        sent = 2 * (group.size - 1) * _bytes(shared) // group.size
+        summed = [shared] if op == "sum" else ()
+        event = self.events.collective("all_reduce", group, sent, shared.dtype, summed=summed)
         return self._start(
             "all_reduce",
             group,
+            event,
             lambda: self._all_reduce(shared, op, group),
-            lambda: _observed(shared, summed),
+            lambda: _received(event, shared),
         )
 
     def _start_two_step_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> Pending:
@@ -265,15 +267,15 @@ class TorchBackend(Backend):
         missing = group.size * count - tensor.numel()
         flat = tensor.contiguous().view(-1)
         rows = (F.pad(flat, (0, missing)) if missing else flat).view(group.size, count)
-        self._note("all_reduce", group, 2 * (group.size - 1) * count * tensor.element_size(), tensor.dtype)
+        sent = 2 * (group.size - 1) * count * tensor.element_size()
+        event = self.events.collective("all_reduce", group, sent, tensor.dtype, summed=[flat] if op == "sum" else ())
         received = torch.empty_like(rows)
-        summed = self._begin_sum(group, [flat]) if op == "sum" else None
 
         def finish() -> torch.Tensor:
-            flat = self._start_gather(reduce_rows(received, op), group, "all_reduce").wait()
-            return _observed(flat.reshape(-1)[: tensor.numel()], summed).view(tensor.shape)
+            flat = self._start_gather(reduce_rows(received, op), group, "all_reduce", UNOBSERVED).wait()
+            return _received(event, flat.reshape(-1)[: tensor.numel()]).view(tensor.shape)
 
-        return self._start_exchange(rows, received, group, "all_reduce", finish)
+        return self._start_exchange(rows, received, group, "all_reduce", event, finish)
 
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
         """See :meth:`Backend.all_gather`. A tensor without dims is treated as one of shape ``[1]``."""
@@ -281,25 +283,28 @@ class TorchBackend(Backend):
             return Done(tensor)
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         dim = normalize_dim(dim, tensor)
-        self._note("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
-        return self._start_gather(tensor, group, "all_gather", lambda rows: join_chunks(rows, dim))
+        event = self.events.collective("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
+        return self._start_gather(tensor, group, "all_gather", event, lambda rows: join_chunks(rows, dim))
 
     def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
         """See :meth:`Backend.start_all_gather_into`. No buffer is copied."""
         if group.size == 1:
             return Done(out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor.view(out.shape)))
-        self._note("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
+        event = self.events.collective("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
         if group.size == 2 and out.numel() and self._through_gloo(tensor, group):
-            return self._start_swap_into(out, tensor, group)
+            return self._start_swap_into(out, tensor, group, event)
         outgoing, incoming = _flat(tensor.detach()), _flat(out.detach())
         return self._start(
             "all_gather",
             group,
+            event,
             lambda: self._all_gather(incoming, outgoing, group),
             lambda: out,
         )
 
-    def _start_swap_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
+    def _start_swap_into(
+        self, out: torch.Tensor, tensor: torch.Tensor, group: Group, event: Collective | Unobserved
+    ) -> Pending:
         """An all-gather between two ranks. Unlike gloo's, it does not copy this rank's chunk onto itself."""
         rows, other = out.detach().view(2, -1), 1 - group.index
         if rows[group.index].data_ptr() != tensor.data_ptr():
@@ -309,6 +314,7 @@ class TorchBackend(Backend):
         return self._start(
             "all_gather",
             group,
+            event,
             lambda: self._all_to_all(incoming, outgoing, group, counts, counts),
             lambda: out,
         )
@@ -324,19 +330,20 @@ class TorchBackend(Backend):
         rows = split_chunks(tensor.detach(), dim, group.size).contiguous()
         if self._sums_in_float32(tensor):
             return self._start_exact_reduce_scatter(tensor.detach(), group, normalize_dim(dim, tensor))
-        self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
-        summed = self._begin_sum(group, [rows], scattered=True)
+        sent = (group.size - 1) * _bytes(rows) // group.size
+        event = self.events.collective("reduce_scatter", group, sent, rows.dtype, summed=[rows], scattered=True)
         if _on_host(tensor) and (rows.dtype == torch.bool or not rows.numel() or self._through_gloo(tensor, group)):
             received = torch.empty_like(rows)
             return self._start_exchange(
-                rows, received, group, "reduce_scatter", lambda: _observed(reduce_rows(received, "sum"), summed)
+                rows, received, group, "reduce_scatter", event, lambda: _received(event, reduce_rows(received, "sum"))
             )
         result = torch.empty_like(rows[0])
         return self._start(
             "reduce_scatter",
             group,
+            event,
             lambda: _reduce_scatter(result.view(-1), rows.view(-1), group=self._of(rows, group), async_op=True),
-            lambda: _observed(result, summed),
+            lambda: _received(event, result),
         )
 
     def start_reduce_scatter_into(
@@ -353,16 +360,17 @@ class TorchBackend(Backend):
         if group.size == 1 or not tensor.numel() or not (is_direct or self._through_gloo(tensor, group)):
             return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
         rows = tensor.detach().view(group.size, -1)
-        self._note("reduce_scatter", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
-        summed = self._begin_sum(group, [rows], scattered=True)
+        sent = (group.size - 1) * _bytes(rows) // group.size
+        event = self.events.collective("reduce_scatter", group, sent, rows.dtype, summed=[rows], scattered=True)
         if not self._through_gloo(tensor, group):
             averages = _on_host(tensor) and scale == 1 / group.size and is_inexact(tensor)
             op, rest = (dist.ReduceOp.AVG, 1.0) if averages else (dist.ReduceOp.SUM, scale)
             return self._start(
                 "reduce_scatter",
                 group,
+                event,
                 lambda: _reduce_scatter(out, rows.view(-1), op=op, group=self._of(rows, group), async_op=True),
-                lambda: _observed(out if rest == 1.0 else out.mul_(rest), summed, scale),
+                lambda: _received(event, out if rest == 1.0 else out.mul_(rest), scale),
             )
         # What the first and the last rank send is contiguous, so their own chunk need not be copied.
         first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
@@ -373,8 +381,9 @@ class TorchBackend(Backend):
         return self._start(
             "reduce_scatter",
             group,
+            event,
             lambda: self._all_to_all(incoming, outgoing, group, counts, counts),
-            lambda: _observed(sum_rows_into(out, terms, scale), summed, scale),
+            lambda: _received(event, sum_rows_into(out, terms, scale), scale),
         )
 
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
@@ -395,9 +404,11 @@ class TorchBackend(Backend):
             return Done(tensor)
         concat_dim = normalize_dim(concat_dim, tensor)
         rows = split_chunks(tensor.detach(), split_dim, group.size).contiguous()
-        self._note("all_to_all", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
+        event = self.events.collective("all_to_all", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
         received = torch.empty_like(rows)
-        return self._start_exchange(rows, received, group, "all_to_all", lambda: join_chunks(received, concat_dim))
+        return self._start_exchange(
+            rows, received, group, "all_to_all", event, lambda: join_chunks(received, concat_dim)
+        )
 
     def all_to_all_uneven(
         self, tensor: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
@@ -414,15 +425,16 @@ class TorchBackend(Backend):
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         row = math.prod(rows.shape[1:])
         sent_bytes = (sum(sent) - sent[group.index]) * row * rows.element_size()
-        self._note("all_to_all_uneven", group, sent_bytes, rows.dtype)
+        event = self.events.collective("all_to_all_uneven", group, sent_bytes, rows.dtype)
         if not row:
-            return result
+            return _nothing_sent(event, result).wait()
         outgoing, incoming = _flat(rows), _flat(result)
         row = row * rows.element_size() // outgoing.element_size()  # some dtypes are viewed as bytes
         splits = [count * row for count in received], [count * row for count in sent]
         return self._start(
             "all_to_all_uneven",
             group,
+            event,
             lambda: self._all_to_all(incoming, outgoing, group, *splits),
             lambda: result,
         ).wait()
@@ -438,16 +450,16 @@ class TorchBackend(Backend):
         tensor = tensor.detach()
         source = (group.index - shift) % group.size
         if not self._point_to_point and not _on_host(tensor):
-            self._note("permute", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
-            return self._start_gather(tensor, group, "permute", lambda rows: rows[source].clone())
-        self._note("permute", group, _bytes(tensor), tensor.dtype)
+            event = self.events.collective("permute", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
+            return self._start_gather(tensor, group, "permute", event, lambda rows: rows[source].clone())
+        event = self.events.collective("permute", group, _bytes(tensor), tensor.dtype)
         result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if not tensor.numel():
-            return Done(result)
+            return _nothing_sent(event, result)
         target = (group.index + shift) % group.size
         outgoing, incoming = _flat(tensor), _flat(result)
         return self._start(
-            "permute", group, lambda: self._permute(incoming, outgoing, group, target, source), lambda: result
+            "permute", group, event, lambda: self._permute(incoming, outgoing, group, target, source), lambda: result
         )
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
@@ -458,10 +470,10 @@ class TorchBackend(Backend):
         if self._sums_in_float32(tensor):
             return self._exact_broadcast(tensor, group, source)
         sends = group.index == source
-        self._note("broadcast", group, _bytes(tensor) if sends else 0, tensor.dtype)
+        event = self.events.collective("broadcast", group, _bytes(tensor) if sends else 0, tensor.dtype)
         result = tensor if sends else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        if tensor.numel():
-            with self._reported("broadcast", group):
+        with event, self._reported("broadcast", group):
+            if tensor.numel():
                 self._broadcast(_flat(result), group, source)
         return result
 
@@ -479,13 +491,14 @@ class TorchBackend(Backend):
     def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
         """See :meth:`Backend.start_send`."""
         shared = tensor.detach().contiguous()
-        self._note("send", group, _bytes(shared), shared.dtype)
+        event = self.events.collective("send", group, _bytes(shared), shared.dtype)
         if not shared.numel():
-            return Done(shared)
+            return _nothing_sent(event, shared)
         buffer = _flat(shared)
         return self._start(
             "send",
             group,
+            event,
             lambda: self._send(buffer, group, target),
             lambda: shared,
         )
@@ -493,13 +506,14 @@ class TorchBackend(Backend):
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
         """See :meth:`Backend.start_receive`."""
         result = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        self._note("receive", group, 0, dtype)
+        event = self.events.collective("receive", group, 0, dtype)
         if not result.numel():
-            return Done(result)
+            return _nothing_sent(event, result)
         buffer = _flat(result)
         return self._start(
             "receive",
             group,
+            event,
             lambda: self._receive(buffer, group, source),
             lambda: result,
         )
@@ -508,22 +522,19 @@ class TorchBackend(Backend):
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         if group.size == 1:
             return [value]
-        self.announce("all_gather_object", group)
-        with self._reported("all_gather_object", group):
+        with self.events.collective("all_gather_object", group), self._reported("all_gather_object", group):
             return payload.all_gather(value, self._host(group))
 
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
         if group.size == 1:
             return value
-        self.announce("broadcast_object", group)
-        with self._reported("broadcast_object", group):
+        with self.events.collective("broadcast_object", group), self._reported("broadcast_object", group):
             return payload.broadcast(value, source, self._host(group))
 
     def barrier(self) -> None:
         if self.world_size > 1:
             world = self.new_group([range(self.world_size)], "world")
-            self.announce("barrier", world)
-            with self._reported("barrier", world):
+            with self.events.collective("barrier", world), self._reported("barrier", world):
                 dist.barrier(group=self._host(world))
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -599,22 +610,36 @@ class TorchBackend(Backend):
         received = dist.P2POp(dist.irecv, out, group.ranks[source], handle)
         return _Both(dist.batch_isend_irecv([sent, received]), tensor)
 
-    def _start(self, op: str, group: Group, issue: Callable[[], Any], finish: Callable[[], torch.Tensor]) -> Pending:
-        with self._reported(op, group):
+    def _start(
+        self,
+        op: str,
+        group: Group,
+        event: Collective | Unobserved,
+        issue: Callable[[], Any],
+        finish: Callable[[], torch.Tensor],
+    ) -> Pending:
+        with event, self._reported(op, group):
             work = issue()
-        return _Work(work, lambda: self._reported(op, group), finish)
+        return _Work(work, event, lambda: self._reported(op, group), finish)
 
     def _start_exchange(
-        self, rows: torch.Tensor, received: torch.Tensor, group: Group, op: str, finish: Callable[[], torch.Tensor]
+        self,
+        rows: torch.Tensor,
+        received: torch.Tensor,
+        group: Group,
+        op: str,
+        event: Collective | Unobserved,
+        finish: Callable[[], torch.Tensor],
     ) -> Pending:
         """Starts sending ``rows[i]`` to the i-th rank and receiving its row for this rank in ``received[i]``. Both
         tensors must be contiguous."""
         if not rows.numel():
-            return Done(finish())
+            return _nothing_sent(event, finish())
         outgoing, incoming = _flat(rows), _flat(received)
         return self._start(
             op,
             group,
+            event,
             lambda: self._all_to_all(incoming, outgoing, group),
             finish,
         )
@@ -624,35 +649,45 @@ class TorchBackend(Backend):
         tensor: torch.Tensor,
         group: Group,
         op: str,
+        event: Collective | Unobserved,
         finish: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
     ) -> Pending:
         """Starts gathering the ranks' tensors as rows ``[group.size, *tensor.shape]``; ``finish`` maps them to the
         result."""
         rows = tensor.new_empty((group.size, *tensor.shape))
         if not tensor.numel():
-            return Done(finish(rows))
+            return _nothing_sent(event, finish(rows))
         outgoing, incoming = _flat(tensor), _flat(rows)
         return self._start(
             op,
             group,
+            event,
             lambda: self._all_gather(incoming, outgoing, group),
             lambda: finish(rows),
         )
 
 
 class _Work(Pending):
-    """A ``Work`` of torch.distributed, and a function that makes the result from the received buffers."""
+    """A ``Work`` of torch.distributed with its event, and a function that makes the result from the received
+    buffers."""
 
-    def __init__(self, work: Any, reporting: Callable[[], Any], finish: Callable[[], torch.Tensor]) -> None:
-        self._work, self._reporting, self._finish = work, reporting, finish
+    def __init__(
+        self,
+        work: Any,
+        event: Collective | Unobserved,
+        reporting: Callable[[], Any],
+        finish: Callable[[], torch.Tensor],
+    ) -> None:
+        self._work, self._event, self._reporting, self._finish = work, event, reporting, finish
         self._result: torch.Tensor | None = None
 
     @torch.compiler.disable(reason=OUTSIDE_GRAPHS)
     def wait(self) -> torch.Tensor:
         if self._result is None:
-            with self._reporting():
-                self._work.wait()
-            self._result = self._finish()
+            with self._event.waiting():
+                with self._reporting():
+                    self._work.wait()
+                self._result = self._finish()
             del self._work, self._finish  # and the buffers they hold
         return self._result
 
@@ -673,13 +708,16 @@ class _Both:
             work.wait()
 
 
-def _observed(
-    result: torch.Tensor, summed: Callable[[Sequence[torch.Tensor], float], None] | None, scale: float = 1.0
-) -> torch.Tensor:
-    """Passes the result of a sum to the observers; returns it."""
-    if summed is not None:
-        summed([result], scale)
+def _received(event: Collective | Unobserved, result: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Passes the result of a sum to those who follow it; returns it."""
+    event.received([result], scale)
     return result
+
+
+def _nothing_sent(event: Collective | Unobserved, result: torch.Tensor) -> Done:
+    """Returns the result of a collective on tensors without elements."""
+    with event:
+        return Done(result)
 
 
 def _all_gather(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:

@@ -24,8 +24,11 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from neuron_accel.backends.base import Backend, Board, Done, Group, Pending
+from neuron_accel.backends.base import Backend
+from neuron_accel.backends.board import Board
+from neuron_accel.backends.events import Collective, Unobserved
 from neuron_accel.backends.graph_recorder import GraphRecorder
+from neuron_accel.backends.group import Done, Group, Pending
 from neuron_accel.backends.movement import ReduceOp, is_inexact, normalize_dim, reduce_rows, split_chunks
 from neuron_accel.backends.randomness import XlaGenerator
 from neuron_accel.backends.xla_channel import MEETING, Alone, HostChannel, ProcessChannel, ThreadChannel
@@ -187,12 +190,11 @@ class XlaBackend(Backend):
             return Done(reduce_rows(torch.stack(self.all_gather_object(tensor, group)), op))
         if not is_inexact(tensor):
             return self._start_exact_all_reduce(tensor, group, op)
+        sent, summed = 2 * (group.size - 1) * _bytes(tensor) // group.size, op == "sum"
         with self._between(tensor, group) as tensor:
-            self._note("all_reduce", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
-            summed = self._begin_sum(group, [tensor]) if op == "sum" else None
-            result = self._all_reduce(tensor, group, op)
-            if summed is not None:
-                summed([result], 1.0)
+            with self._added("all_reduce", group, sent, tensor, summed=[tensor] if summed else ()) as event:
+                result = self._all_reduce(tensor, group, op)
+                event.received([result])
             return Done(result)
 
     def _all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
@@ -207,11 +209,11 @@ class XlaBackend(Backend):
         if self._are_apart(group.ranks) or any(self._on_host(t) or not is_inexact(t) for t in tensors):
             return super().all_reduce_together(tensors, group, scale)
         tensors = [tensor.detach() for tensor in tensors]
-        self._note("all_reduce", group, 2 * (group.size - 1) * sum(map(_bytes, tensors)) // group.size)
-        summed = self._begin_sum(group, tensors)
-        xm = self._collectives(tensors[0])
-        xm.all_reduce("sum", tensors, scale, groups=_replicas(group), pin_layout=False)
-        summed(tensors, scale)
+        sent = 2 * (group.size - 1) * sum(map(_bytes, tensors)) // group.size
+        with self._added("all_reduce", group, sent, tensors[0], summed=tensors) as event:
+            xm = self._collectives(tensors[0])
+            xm.all_reduce("sum", tensors, scale, groups=_replicas(group), pin_layout=False)
+            event.received(tensors, scale)
         return tensors
 
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
@@ -222,8 +224,8 @@ class XlaBackend(Backend):
         dim = normalize_dim(dim, tensor)
         if self._on_host(tensor):
             return Done(torch.cat(self.all_gather_object(tensor, group), dim))
-        with self._between(tensor, group) as tensor:
-            self._note("all_gather", group, (group.size - 1) * _bytes(tensor))
+        sent = (group.size - 1) * _bytes(tensor)
+        with self._between(tensor, group) as tensor, self._added("all_gather", group, sent, tensor):
             xm = self._collectives(tensor)
             return Done(xm.all_gather(tensor, dim, groups=_replicas(group), pin_layout=False))
 
@@ -241,12 +243,14 @@ class XlaBackend(Backend):
         dim, replicas = normalize_dim(dim, tensor), _replicas(group)
         if not is_inexact(tensor):
             return self._start_exact_reduce_scatter(tensor, group, dim)
+        sent = (group.size - 1) * _bytes(tensor) // group.size
         with self._between(tensor, group) as tensor:
-            self._note("reduce_scatter", group, (group.size - 1) * _bytes(tensor) // group.size)
-            summed = self._begin_sum(group, [split_chunks(tensor, dim, group.size)], scattered=True)
-            xm = self._collectives(tensor)
-            result = xm.reduce_scatter(xm.REDUCE_SUM, tensor, 1.0, dim, group.size, groups=replicas, pin_layout=False)
-            summed([result], 1.0)
+            rows = split_chunks(tensor, dim, group.size)
+            with self._added("reduce_scatter", group, sent, tensor, summed=[rows], scattered=True) as event:
+                xm = self._collectives(tensor)
+                ranks = group.size
+                result = xm.reduce_scatter(xm.REDUCE_SUM, tensor, 1.0, dim, ranks, groups=replicas, pin_layout=False)
+                event.received([result])
             return Done(result)
 
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
@@ -261,8 +265,8 @@ class XlaBackend(Backend):
         split_chunks(tensor, split_dim, group.size)
         self._refuse_host(tensor, "all_to_all")
         split_dim, concat_dim = normalize_dim(split_dim, tensor), normalize_dim(concat_dim, tensor)
-        with self._between(tensor, group) as tensor:
-            self._note("all_to_all", group, (group.size - 1) * _bytes(tensor) // group.size)
+        sent = (group.size - 1) * _bytes(tensor) // group.size
+        with self._between(tensor, group) as tensor, self._added("all_to_all", group, sent, tensor):
             xm = self._collectives(tensor)
             return xm.all_to_all(tensor, split_dim, concat_dim, group.size, groups=_replicas(group), pin_layout=False)
 
@@ -290,8 +294,8 @@ class XlaBackend(Backend):
                 why="it is one collective of all ranks, and ranks of other stages do not take part in it",
                 fix="use a collective of the group (all_to_all, all_gather), or no pipeline",
             )
-        with self._between(tensor, group, tuple(range(self._world_size))) as tensor:
-            self._note("permute", group, _bytes(tensor))
+        everyone = tuple(range(self._world_size))
+        with self._between(tensor, group, everyone) as tensor, self._added("permute", group, _bytes(tensor), tensor):
             return self._collectives(tensor).collective_permute(tensor, [list(pair) for pair in pairs])
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
@@ -306,8 +310,8 @@ class XlaBackend(Backend):
         if not is_inexact(tensor):
             return self._exact_broadcast(tensor, group, source)
         index = self._index(group)
-        with self._between(tensor, group) as tensor:
-            self._note("broadcast", group, 2 * (group.size - 1) * _bytes(tensor) // group.size)
+        sent = 2 * (group.size - 1) * _bytes(tensor) // group.size
+        with self._between(tensor, group) as tensor, self._added("broadcast", group, sent, tensor):
             mine = torch.where(index == source, tensor, torch.zeros_like(tensor))
             return self._all_reduce(mine.reshape(tensor.shape), group, "sum")
 
@@ -355,12 +359,16 @@ class XlaBackend(Backend):
 
     # ---- collectives on objects --------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
-        self.announce("all_gather_object", group)
-        return [value] if group.size == 1 else self._channel.all_gather_object(value, group)
+        if group.size == 1:
+            return [value]
+        with self.events.collective("all_gather_object", group):
+            return self._channel.all_gather_object(value, group)
 
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
-        self.announce("broadcast_object", group)
-        return value if group.size == 1 else self._channel.broadcast_object(value, group, source)
+        if group.size == 1:
+            return value
+        with self.events.collective("broadcast_object", group):
+            return self._channel.broadcast_object(value, group, source)
 
     def barrier(self) -> None:
         self._channel.barrier()
@@ -377,6 +385,10 @@ class XlaBackend(Backend):
     def run_apart(self, group: Group) -> None:
         position = {rank: ranks.index(rank) for ranks in group.partition for rank in ranks}
         self._alike = tuple(rank for rank in sorted(position) if position[rank] == group.index)
+
+    def _added(self, op: str, group: Group, sent: int, tensor: torch.Tensor, **options: Any) -> Collective | Unobserved:
+        """Returns the event of a collective that is added to the graph."""
+        return self.events.collective(op, group, sent, tensor.dtype, deferred=True, **options)
 
     @contextmanager
     def _between(
@@ -403,12 +415,11 @@ class XlaBackend(Backend):
         return not set(self._alike).issuperset(ranks)
 
     def _execute(self, ranks: tuple[int, ...]) -> None:
-        for observer in self._observers:
-            observer.executing(ranks)
-        if self._recorder is None:
-            self._channel.execute(ranks)
-        else:
-            self._channel.execute(ranks, self._recorder.compiling(self._recorder.before(ranks)))
+        with self.events.open("execute the graph", "graph", part="device", ranks=ranks):
+            if self._recorder is None:
+                self._channel.execute(ranks)
+            else:
+                self._channel.execute(ranks, self._recorder.compiling(self._recorder.before(ranks)))
 
     def collects(self, tensors: Sequence[torch.Tensor]) -> bool:
         import torch_xla

@@ -18,7 +18,8 @@ from datetime import timedelta
 from typing import Any
 
 from neuron_accel.backends import payload
-from neuron_accel.backends.base import Board, Group, LocalBoard, StoreBoard
+from neuron_accel.backends.board import Board, LocalBoard, StoreBoard
+from neuron_accel.backends.group import Group
 from neuron_accel.errors import CommunicationError
 
 COMPILE_TIMEOUT_S = 300.0

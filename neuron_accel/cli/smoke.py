@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.backends.base import Backend, Group
+from neuron_accel.backends.base import Backend
+from neuron_accel.backends.group import Group
 from neuron_accel.cli.terminal import show
 from neuron_accel.testing.parity import Training, compare, train_alone, train_on_rank
 

@@ -27,7 +27,7 @@ from neuron_accel.data.streams import count_stream, counted
 from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.ranges import Ranges
+    from neuron_accel.backends.events import Events
     from neuron_accel.engine.runtime.run import Run
 
 
@@ -63,20 +63,20 @@ def prepare_data_loader(loader: DataLoader, run: Run, **options: Any) -> DataLoa
             sampler.generator = prepared.synchronized_generator = generator
     else:  # on a lazy device batches have fixed rows instead
         count_stream(prepared)
-    return in_ranges(positioned(counted(share(prepared, run) if shares else prepared)), run)
+    return as_events(positioned(counted(share(prepared, run) if shares else prepared)), run)
 
 
-class _InRanges(Mixin):
-    """A loader each batch of which is a range of the run, until it is there."""
+class _AsEvents(Mixin):
+    """A loader each batch of which is an event of the run, until it is there."""
 
     prefix = "Observed"
-    ranges: Ranges
+    events: Events
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(super().__iter__())  # type: ignore[misc]
         try:
             while True:
-                with self.ranges.open("loader", "part", part="loader"):
+                with self.events.open("loader", "part", part="loader"):
                     batch = next(batches, _END)
                 if batch is _END:
                     return
@@ -88,13 +88,13 @@ class _InRanges(Mixin):
 _END = object()
 
 
-def in_ranges(loader: Any, run: Run) -> Any:
-    """Returns a copy of a loader that Accelerate prepared, each batch of which is a range of the run. Other loaders are
-    returned unchanged."""
+def as_events(loader: Any, run: Run) -> Any:
+    """Returns a copy of a loader that Accelerate prepared, each batch of which is an event of the run. Other loaders
+    are returned unchanged."""
     if not issubclass(type(loader), (DataLoaderShard, DataLoaderDispatcher)):
         return loader
-    observed = as_mixed(loader, _InRanges)
-    observed.ranges = run.ranges
+    observed = as_mixed(loader, _AsEvents)
+    observed.events = run.events
     return observed
 
 
@@ -162,7 +162,7 @@ def skip_first_batches(loader: Any, count: int, run: Run) -> Any:
                 setattr(sampler, name, getattr(sampler.batch_sampler, name))
     if run.backend.is_lazy:
         skipping = _fixed(skipping, run)
-    return in_ranges(counted(share(skipping, run) if original is run else skipping), run)
+    return as_events(counted(share(skipping, run) if original is run else skipping), run)
 
 
 def _skip(loader: Any, count: int, run: Run) -> Any:

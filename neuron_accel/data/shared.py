@@ -23,7 +23,7 @@ from neuron_accel.engine.runtime.shared_inputs import checksum_of
 from neuron_accel.errors import DesyncError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
+    from neuron_accel.backends.group import Group
     from neuron_accel.engine.runtime.run import Run
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
+    from neuron_accel.backends.group import Group
     from neuron_accel.engine.runtime.run import Run
 
 

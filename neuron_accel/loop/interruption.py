@@ -130,7 +130,7 @@ class Interruption:
     def _follow(self) -> None:
         self._read()
         if self._first < self._call - self._ahead:
-            with self._run.calling("requested"):
+            with self._run.events.open("requested", "call"):
                 while self._first < self._call - self._ahead:
                     time.sleep(POLL_SECONDS)
                     self._read()

@@ -84,8 +84,8 @@ def prepare_model(
     record.module = wrap(record.module)
     record.parameters.follow(record.inner)
     load(record)
-    if run.ranges.observers:
-        record.make_ranges(run.ranges)
+    if run.events.of["part"]:
+        record.make_events(run.events)
     record.handles += run.shared_inputs.watch(record.module)
     if training:
         transform_model(record, run, since=Phase.GRADIENTS)

@@ -39,7 +39,7 @@ def begin(plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registr
     if hardware is not None:
         backend.limit_rings(hardware.ring_problem)
     if hardware is not None and hardware.partitions is not None:
-        backend.observe(PartitionLimit(hardware.partitions, hardware.name))
+        backend.events.observe(PartitionLimit(hardware.partitions, hardware.name))
     run = Run(plan=plan, backend=backend, hardware=hardware)
     sys.audit("neuron_accel.run")
     mesh = plan.mesh

@@ -71,7 +71,7 @@ class Step:
             check_is_mean(loss)
         self._run.num_items = num_items
         try:
-            with self._run.ranges.open("backward", "part", part="backward"):
+            with self._run.events.open("backward", "part", part="backward"):
                 self._backward(loss, num_items, differentiate, accumulation_steps, options)
         finally:
             self._run.num_items = None
@@ -235,7 +235,7 @@ class Clipping:
         self, owner: StrategyPlugin, parameters: list[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         run = self._run
-        with run.ranges.open(f"{owner.spec.name}.clip_grad_norm", "hook", part="optimizer"):
+        with run.events.open(f"{owner.spec.name}.clip_grad_norm", "hook", part="optimizer"):
             norm = owner.clip_grad_norm(parameters, max_norm, norm_type, run)
             for after_clipping in run.hooks["after_clipping"]:
                 after_clipping(norm, run)
@@ -245,7 +245,7 @@ class Clipping:
         """See :meth:`StrategyPlugin.clip_grad_value`."""
         if self._clip_value.announced:
             self._clip_value(self._positions(parameters), limit)
-        with self._run.ranges.open(f"{owner.spec.name}.clip_grad_value", "hook", part="optimizer"):
+        with self._run.events.open(f"{owner.spec.name}.clip_grad_value", "hook", part="optimizer"):
             owner.clip_grad_value(parameters, limit, self._run)
 
     def _norm_along(self, positions: list[int], max_norm: float, norm_type: float) -> None:

@@ -16,18 +16,19 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
+from neuron_accel.backends.events import Event, Observer
 from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Backend, Board
+    from neuron_accel.backends.base import Backend
+    from neuron_accel.backends.board import Board
     from neuron_accel.engine.runtime.run import Run
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,7 +52,7 @@ def collective(method: F) -> F:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         name = method.__name__
         part = "checkpoint" if name in _CHECKPOINTS else None
-        with self.run.calling(name), self.run.ranges.open(name, "part", part=part):
+        with self.run.events.open(name, "call", part=part):
             return method(self, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
@@ -94,7 +95,7 @@ def seconds_before_warning(environ: Mapping[str, str] = os.environ) -> float:
     return value
 
 
-class CollectiveWatchdog:
+class CollectiveWatchdog(Observer):
     """Records the collective calls of one rank; a thread reports calls that other ranks have not made.
 
     Args:
@@ -103,6 +104,8 @@ class CollectiveWatchdog:
         delay_s: seconds that a call may last before ranks compare their calls.
         regularly: functions that the thread calls about once a second.
     """
+
+    categories: ClassVar[frozenset[str]] = frozenset({"call"})
 
     def __init__(
         self, backend: Backend, name: str, delay_s: float, regularly: Sequence[Callable[[], None]] = ()
@@ -118,20 +121,18 @@ class CollectiveWatchdog:
         thread.start()
         atexit.register(self.stop)
 
-    @contextmanager
-    def calling(self, name: str) -> Iterator[None]:
-        """A context manager for a collective call of this name; of nested calls the outermost is recorded."""
+    def begin(self, event: Event) -> None:
+        """Records a call; of nested calls the outermost."""
         self._depth += 1
         if self._depth == 1:
             self._loop, self._since, self._pause = threading.get_ident(), time.monotonic(), self._delay
             self._number += 1
-            self._call = name
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self._call = ""
+            self._call = event.name
+
+    def end(self, event: Event) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._call = ""
 
     def stop(self) -> None:
         """Ends the thread, and records on the board that this rank has ended."""
@@ -231,7 +232,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def watch(run: Run, owner: Any, environ: Mapping[str, str] = os.environ) -> CollectiveWatchdog | None:
-    """Starts a watchdog that records the calls of ``run.calling`` until ``owner`` is deleted. Collective.
+    """Starts a watchdog that records the calls of a run until ``owner`` is deleted. Collective.
 
     Returns:
         the watchdog; None on one rank, or if the environment disables it.
@@ -241,7 +242,7 @@ def watch(run: Run, owner: Any, environ: Mapping[str, str] = os.environ) -> Coll
     if run.world.size == 1 or not seconds:
         return None
     watchdog = CollectiveWatchdog(run.backend, name, seconds, run.regularly)
-    run.calling = watchdog.calling
+    run.events.observe(watchdog)
     weakref.finalize(owner, watchdog.stop)
     return watchdog
 

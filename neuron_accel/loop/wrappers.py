@@ -88,7 +88,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 why="a rank without data cannot run the closure",
                 fix="run forward and backward before `step()`",
             )
-        with self._run.ranges.open("optimizer step", "part", part="optimizer", optimizer=id(self)):
+        with self._run.events.open("optimizer step", "step", part="optimizer", optimizer=id(self)):
             self._step(closure)
 
     def _step(self, closure: Any) -> None:
@@ -136,7 +136,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return not self._is_overflow
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        with self._run.ranges.open("zero_grad", "part", part="optimizer"):
+        with self._run.events.open("zero_grad", "part", part="optimizer"):
             self._zero_grad(set_to_none)
 
     def _zero_grad(self, set_to_none: bool | None) -> None:

@@ -23,7 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.backends.base import Backend, Group, Traffic
+from neuron_accel.backends.base import Backend
+from neuron_accel.backends.events import Traffic
+from neuron_accel.backends.group import Group
 from neuron_accel.planning.calibration import FORMAT, CalibrationFile, Machine, dump_calibration
 from neuron_accel.planning.memory import StepCounter
 from neuron_accel.planning.time import kernel_seconds

@@ -33,7 +33,7 @@ from neuron_accel.planning.trace import Tracer
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.backends.base import Traffic
+    from neuron_accel.backends.events import Traffic
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 _LIBRARIES = {"torch", "accelerate", "neuron_accel", "transformers", "tqdm", "contextlib"}

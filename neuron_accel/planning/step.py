@@ -33,7 +33,7 @@ from neuron_accel.planning.trace import Trace, Tracer
 
 if TYPE_CHECKING:
     from neuron_accel.accelerator import NeuronAccelerator
-    from neuron_accel.backends.base import Transfer
+    from neuron_accel.backends.events import Transfer
     from neuron_accel.engine.runtime.run import PreparedModel
 
 

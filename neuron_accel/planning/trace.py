@@ -15,7 +15,7 @@ import torch
 from neuron_accel.planning.shapes import tensors_in
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Traffic
+    from neuron_accel.backends.events import Traffic
 
 PRODUCT = "product"
 BATCHED_PRODUCT = "batched product"

@@ -15,7 +15,7 @@ from weight_average import WeightAverage
 
 from neuron_accel import NeuronAccelerator
 from neuron_accel.backends.select import Machine
-from neuron_accel.contract import CollectiveObserver
+from neuron_accel.contract import Observer
 from neuron_accel.testing import PluginConformance, RanksError, Tolerance, Training, run_ranks
 from neuron_accel.testing._cases import tiny_llama, token_batches
 from neuron_accel.testing.parity import loader_of
@@ -225,17 +225,16 @@ def test_blocks_follow_a_scheduler_and_go_on_from_a_checkpoint(when, tmp_path):
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-class Bytes(CollectiveObserver):
+class Bytes(Observer):
     """Adds up what this rank sends to be summed."""
+
+    categories = frozenset({"collective"})
 
     def __init__(self):
         self.sent = 0
 
-    def issued(self, op, group, sent, *, deferred):
-        self.sent += sent if "reduce" in op else 0
-
-    def executing(self, ranks):
-        pass
+    def begin(self, event):
+        self.sent += event.sent if "reduce" in event.name else 0
 
 
 def bytes_of_gradients(plugins, others):
@@ -246,7 +245,7 @@ def bytes_of_gradients(plugins, others):
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(accelerator.process_index))
     loss, counted = model(x).square().mean(), Bytes()
-    remove = accelerator.run.backend.observe(counted)
+    remove = accelerator.run.events.observe(counted)
     accelerator.backward(loss)
     remove()
     return counted.sent, accelerator.get_gradients(model)["0.weight"]

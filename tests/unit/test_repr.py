@@ -29,9 +29,9 @@ from neuron_accel import (
     contract,
     testing,
 )
-from neuron_accel.backends.base import LocalBoard
+from neuron_accel.backends.board import LocalBoard
 from neuron_accel.engine.runtime.replica_groups import PartitionLimit
-from neuron_accel.loop.profiling import ProfiledRanges
+from neuron_accel.loop.profiling import ProfiledEvents
 
 MOST = 350
 """A plugin with sixteen options has that many characters."""
@@ -83,7 +83,7 @@ def objects(tmp_path_factory) -> list[object]:
     optimizer.step()
     prepared = run.models[0]
     records, parameter = list(prepared.parameters), next(model.parameters())
-    with run.backend.record() as traffic, run.backend.record_totals() as totals:
+    with run.backend.record() as traffic:
         pass
     traffic.transfers.append(transfer := contract.Transfer(op="all_reduce", group="dp", size=2, sent=64))
     reducer = contract.GradientReducer(prepared, run)
@@ -110,14 +110,15 @@ def objects(tmp_path_factory) -> list[object]:
         run.backend.generator,
         run.join,
         run.world,
-        run.ranges,
-        contract.OpenRange(run.ranges, "forward", "part", "forward", {}),
-        ProfiledRanges(),
+        run.events,
+        contract.Event(run.events, "forward", "part", "forward", {}),
+        contract.Collective(run.events, "all_reduce", "collective", run.world, 8, torch.float32, (), False),
+        contract.Observer(),
+        ProfiledEvents(),
         prepared,
         prepared.parameters,
         records[0],
         traffic,
-        totals,
         transfer,
         reducer,
         reducer._watcher,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from neuron_accel.backends.base import CollectiveObserver
+from neuron_accel.backends.events import Observer
 from neuron_accel.neuron.hlo import parse_module
 from neuron_accel.neuron.hlo_memory import live_bytes
 from neuron_accel.testing import RanksError, run_ranks
@@ -58,16 +58,15 @@ def test_trains_like_one_process(composition):
 
 
 # ---- the graph of a step ---------------------------------------------------------------------------------------------
-class Graphs(CollectiveObserver):
+class Graphs(Observer):
     """Keeps the graphs that are about to be executed, of the tensors that a training keeps: hash and HLO."""
+
+    categories = frozenset({"graph"})
 
     def __init__(self, kept):
         self.kept, self.found = kept, []
 
-    def issued(self, op, group, sent, *, deferred):
-        pass
-
-    def executing(self, ranks):
+    def begin(self, event):
         import torch_xla
 
         lib = torch_xla._XLAC
@@ -97,7 +96,7 @@ def steps(plugins, blocks, make=llama):
         return [tensor for tensor in (*masters, *moments, *weights) if tensor.device.type == "xla"]
 
     watcher = Graphs(kept)
-    backend.observe(watcher)
+    backend.events.observe(watcher)
     for batch in token_batches(3, size=accelerator.data_parallel_size, length=4, vocabulary=32):
         size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
         loss = model(**{name: value.chunk(size)[rank].to(accelerator.device) for name, value in batch.items()}).loss

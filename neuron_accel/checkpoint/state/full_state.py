@@ -15,7 +15,7 @@ from neuron_accel.errors import UsageError
 from neuron_accel.storage import is_url
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
+    from neuron_accel.backends.group import Group
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
@@ -207,7 +207,7 @@ class SaveFull:
                 where=_METHOD,
                 fix="use `accelerator.save_model(model, url)`",
             )
-        with self._run.calling("save_pretrained"):
+        with self._run.events.open("save_pretrained", "call"):
             if state_dict is None:
                 state_dict = full_state_dict(self._record, self._run)
             if self._run.backend.rank == 0:

@@ -32,7 +32,7 @@ from neuron_accel.errors import CheckpointError, did_you_mean
 from neuron_accel.storage import Location
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
+    from neuron_accel.backends.group import Group
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 

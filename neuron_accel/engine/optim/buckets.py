@@ -13,7 +13,7 @@ from torch import nn
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
+    from neuron_accel.backends.group import Group
     from neuron_accel.engine.plan.mesh import Mesh
     from neuron_accel.engine.runtime.run import Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord

@@ -23,7 +23,7 @@ from neuron_accel.engine.optim.buckets import Bucket, FlatGradients, exchanges_f
 from neuron_accel.errors import DesyncError, UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group, Pending
+    from neuron_accel.backends.group import Group, Pending
     from neuron_accel.engine.runtime.join import JoinAction
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord

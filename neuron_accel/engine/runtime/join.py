@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from neuron_accel.errors import DesyncError, UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Backend, Group
+    from neuron_accel.backends.base import Backend
+    from neuron_accel.backends.group import Group
     from neuron_accel.engine.plan.mesh import Mesh
 
 
@@ -118,7 +119,9 @@ class Join:
     def collective_only(self, what: str) -> None:
         """Raises UsageError on every rank if one of them has run out of data; what follows needs all of them."""
         self._collective_only(what)
-        self._run.backend.announce(what.strip("`"), self._run.world)
+        if self._run.world.size > 1:
+            with self._run.backend.events.collective(what.strip("`"), self._run.world):
+                pass
         if self.is_uneven and self.has_parted:
             _refuse(what)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.backends.base import COLLECTIVES, Group
+from neuron_accel.backends.base import COLLECTIVES
+from neuron_accel.backends.group import Group
 from neuron_accel.engine.plan.plan import table
 from neuron_accel.engine.plan.plugin import Phase
 from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model

@@ -10,15 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 
-from neuron_accel.backends.base import CollectiveObserver
+from neuron_accel.backends.events import Collective, Event, Observer
 from neuron_accel.errors import PlanError
-
-if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _PASSED_THROUGH = tuple(
@@ -31,7 +28,7 @@ _PASSED_THROUGH = tuple(
 )
 
 
-class PartitionLimit(CollectiveObserver):
+class PartitionLimit(Observer):
     """Raises an error for a collective with which a graph would have more partitions of the ranks than the hardware
     allows.
 
@@ -43,20 +40,26 @@ class PartitionLimit(CollectiveObserver):
         hardware: name of the machine, for messages.
     """
 
+    categories: ClassVar[frozenset[str]] = frozenset({"deferred", "graph"})
+
     def __init__(self, most: int, hardware: str) -> None:
         self._most, self._hardware = most, hardware
         self._ways: dict[tuple[tuple[int, ...], ...], str] = {}
 
-    def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
-        """See :class:`CollectiveObserver`.
+    def begin(self, event: Event) -> None:
+        """Counts the partition of a collective; an execution ends the graph.
 
         Raises:
             PlanError: if the graph would have too many partitions. The message names this collective and the earlier
                 ones, each with the code that called it.
         """
-        if not deferred or group.partition in self._ways:
+        if not isinstance(event, Collective):
+            self._ways.clear()
             return
-        asked = f"{group.name!r} ({op} in {_who_asks()})"
+        group = event.group
+        if group.partition in self._ways:
+            return
+        asked = f"{group.name!r} ({event.name} in {_who_asks()})"
         if len(self._ways) == self._most:
             raise PlanError(
                 f"A graph would divide the ranks into groups in more than {self._most} ways, all that "
@@ -68,9 +71,6 @@ class PartitionLimit(CollectiveObserver):
                 "let it end the graph before (run.backend.step_boundary())",
             )
         self._ways[group.partition] = asked
-
-    def executing(self, ranks: tuple[int, ...]) -> None:
-        self._ways.clear()
 
 
 def _who_asks() -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,8 +19,9 @@ from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecor
 from neuron_accel.errors import NeuronAccelError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Backend, Group
-    from neuron_accel.backends.ranges import Ranges
+    from neuron_accel.backends.base import Backend
+    from neuron_accel.backends.events import Events
+    from neuron_accel.backends.group import Group
     from neuron_accel.engine.plan.hardware import Hardware
     from neuron_accel.engine.plan.plan import Plan
     from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
@@ -67,8 +68,8 @@ class PreparedModel:
     handles: list[Any] = field(default_factory=list)
     """Handles whose ``remove()`` is called when the run releases the model."""
 
-    forward_in_range: bool = False
-    """Whether each forward pass is a range: :meth:`make_ranges` was called."""
+    forward_is_event: bool = False
+    """Whether each forward pass is an event: :meth:`make_events` was called."""
 
     def __repr__(self) -> str:
         use = "for training" if self.optimizable else "for evaluation"
@@ -103,18 +104,18 @@ class PreparedModel:
         for name in wanted:
             self.parameters[name].is_unread = False
 
-    def make_ranges(self, ranges: Ranges) -> None:
-        """Makes each following forward pass of the module a range, if it is not one yet: ``"forward"``, or
+    def make_events(self, events: Events) -> None:
+        """Makes each following forward pass of the module an event, if it is not one yet: ``"forward"``, or
         ``"evaluation"`` without gradients."""
-        if self.forward_in_range:
+        if self.forward_is_event:
             return
-        self.forward_in_range = True
+        self.forward_is_event = True
         opened: list[AbstractContextManager[Any]] = []
 
         @torch.compiler.disable(reason=OUTSIDE_GRAPHS)
         def begin(*_: Any) -> None:
             name = "forward" if torch.is_grad_enabled() else "evaluation"
-            opened.append(ranges.open(name, "part", part=name))
+            opened.append(events.open(name, "part", part=name))
             opened[-1].__enter__()
 
         @torch.compiler.disable(reason=OUTSIDE_GRAPHS)
@@ -135,21 +136,21 @@ OUTSIDE_GRAPHS = "forward passes are measured between compiled graphs"
 """What torch.compile says of a graph that ends where a forward pass begins or ends."""
 
 
-class _HookInRange:
-    """A bound hook each call of which is a range, named after plugin and hook.
+class _HookEvent:
+    """A bound hook each call of which is an event, named after plugin and hook.
 
     Args:
         hook: the bound method.
-        ranges: of the run.
+        events: of the run.
     """
 
-    def __init__(self, hook: Callable[..., Any], ranges: Ranges) -> None:
-        self._hook, self._ranges = hook, ranges
+    def __init__(self, hook: Callable[..., Any], events: Events) -> None:
+        self._hook, self._events = hook, events
         self.__self__: StrategyPlugin = hook.__self__  # type: ignore[attr-defined]  # a bound method
         self._name = f"{self.__self__.spec.name}.{hook.__name__}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._ranges.open(self._name, "hook"):
+        with self._events.open(self._name, "hook"):
             return self._hook(*args, **kwargs)
 
 
@@ -158,29 +159,25 @@ class BoundHooks:
 
     Args:
         plan: the plan.
-        ranges: of the run. While it has observers, each call of a hook is a range.
+        events: of the run. While hooks have observers, each call of one is an event.
     """
 
-    def __init__(self, plan: Plan, ranges: Ranges) -> None:
-        self._ranges = ranges
+    def __init__(self, plan: Plan, events: Events) -> None:
+        self._events = events
         self._bound = {
             name: tuple(getattr(plugin, name) for plugin in plan.plugins if overrides(plugin, name)) for name in HOOKS
         }
-        self._in_ranges = {name: tuple(_HookInRange(hook, ranges) for hook in self._bound[name]) for name in HOOKS}
+        self._as_events = {name: tuple(_HookEvent(hook, events) for hook in self._bound[name]) for name in HOOKS}
 
     def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Returns the bound methods to call, in order."""
-        return self._in_ranges[name] if self._ranges.observers else self._bound[name]
+        return self._as_events[name] if self._events.of["hook"] else self._bound[name]
 
     def transform(self, name: str, value: Any, run: Run) -> Any:
         """Passes ``value`` through the hooks of that name, one after another, and returns the result."""
         for hook in self[name]:
             value = hook(value, run)
         return value
-
-
-def _unwatched(_: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 @dataclass
@@ -215,9 +212,6 @@ class Run:
     """Returns whether this rank has trackers, so that figures need not be made where :attr:`log` does nothing."""
     hooks: BoundHooks = field(init=False)
     """The plugins' hooks, called by the code that drives the run."""
-    calling: Callable[[str], AbstractContextManager[None]] = field(init=False)
-    """Returns a context for an operation of that name that every rank must call. If a rank does not arrive in time, the
-    error names the rank and the operation."""
     join: Join = field(init=False)
     """Lets ranks that have run out of data take part in the collectives of the others."""
     shared_inputs: SharedInputs = field(init=False)
@@ -233,8 +227,8 @@ class Run:
     _randomness: dict[str, RankRandomness] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hooks = BoundHooks(self.plan, self.backend.ranges)
-        self.join, self.calling, self.shared_inputs = Join(self), _unwatched, SharedInputs(self)
+        self.hooks = BoundHooks(self.plan, self.backend.events)
+        self.join, self.shared_inputs = Join(self), SharedInputs(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles plan, backend and groups, without anything that was prepared."""
@@ -249,9 +243,9 @@ class Run:
         return f"<{type(self).__name__}: {self.plan!r}; {self.backend!r}; models: {models}>"
 
     @property
-    def ranges(self) -> Ranges:
-        """Named ranges of time: parts of a step, hooks of plugins, collectives. Plugins open and observe them."""
-        return self.backend.ranges
+    def events(self) -> Events:
+        """What happens: parts of a step, hooks of plugins, collectives. Plugins observe events, and have their own."""
+        return self.backend.events
 
     @property
     def mesh(self):

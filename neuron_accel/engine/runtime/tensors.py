@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.base import Group
+    from neuron_accel.backends.group import Group
     from neuron_accel.engine.runtime.run import Run
     from neuron_accel.engine.sharding.layout import Layout
     from neuron_accel.engine.sharding.parameters import ParameterMap

@@ -20,7 +20,7 @@ from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, i
 from neuron_accel.strategies.pipeline.timeline import NAMES
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Backend, Pending, Ranges
+    from neuron_accel.contract import Backend, Events, Pending
     from neuron_accel.strategies.pipeline.p2p import RingShift
     from neuron_accel.strategies.pipeline.stage import Stage
 
@@ -63,7 +63,7 @@ class Execution(ABC):
         weight: returns the factor of a micro-batch's loss before backward; None to run forward only.
         deferred_wgrad: splits backward passes in two, for schedules that require it.
         synchronise: is called before each backward pass with whether it is the last of its stage.
-        ranges: of the run; each pass is one.
+        events: of the run; each pass is one.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Execution(ABC):
         weight: Callable[[int], torch.Tensor | float] | None = None,
         deferred_wgrad: DeferredWgrad | None = None,
         synchronise: Callable[[bool], None] = lambda last: None,
-        ranges: Ranges,
+        events: Events,
     ) -> None:
         self._schedule, self._rank, self._stages = schedule, rank, stages
         self._calls, self._key, self._weight, self._synchronise = calls, key, weight, synchronise
-        self._deferred_wgrad, self._ranges = deferred_wgrad, ranges
+        self._deferred_wgrad, self._events = deferred_wgrad, events
         self._arriving: dict[tuple[Kind, int, int], list[Pending | None] | None] = {}
         self._leaving: dict[tuple[Kind, int, int], Values] = {}
         self._flights: dict[tuple[int, int], Flight] = {}
@@ -128,7 +128,7 @@ class Execution(ABC):
         stage, microbatch = action.stage, action.microbatch
         name = f"{NAMES[action.kind]}, stage {stage}, micro-batch {microbatch}"
         part = None if action.kind is Kind.FORWARD else "backward"
-        return self._ranges.open(name, "pipeline", part=part, stage=stage, micro_batch=microbatch)
+        return self._events.open(name, "pipeline", part=part, stage=stage, micro_batch=microbatch)
 
     def _compute(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:

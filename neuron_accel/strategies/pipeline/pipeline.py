@@ -184,7 +184,7 @@ class Pipeline:
         device = self._run.device.type
         autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         key: Hashable = (signature(*calls[0]), autocast, self._model.training)
-        options["ranges"] = self._run.ranges
+        options["events"] = self._run.events
         return self._make_step(schedule, self._group.index, self._stages, calls, key, **options)
 
     def _schedule(self, name: str, microbatches: int) -> Schedule:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from guards_support import Bigrams, token_batches
 
-from neuron_accel.contract import CollectiveObserver, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Collective, Observer, Phase, PluginSpec, StrategyPlugin
 
 
 def flip(tensor: torch.Tensor, bit: int = 22, index: int = 3) -> None:
@@ -33,7 +33,7 @@ class Corrupts(StrategyPlugin):
 
     def setup(self, run):
         run.state(self).update(steps=0, watcher=Results(self, run))
-        run.backend.observe(run.state(self)["watcher"])
+        run.events.observe(run.state(self)["watcher"])
 
     def now(self, run, what):
         return self.what == what and run.backend.rank == self.rank and run.state(self)["steps"] + 1 == self.step
@@ -69,19 +69,15 @@ class Corrupts(StrategyPlugin):
         run.state(self)["steps"] += 1
 
 
-class Results(CollectiveObserver):
+class Results(Observer):
     """Keeps the result of the last large sum, and corrupts it when its plugin says so."""
 
     def __init__(self, plugin, run):
         self._plugin, self._run, self.last, self._done = plugin, run, None, False
 
-    def issued(self, op, group, sent, *, deferred): ...
-
-    def executing(self, ranks): ...
-
-    def summing(self, group, sent, *, scattered):
-        if sum(t.numel() for t in sent) < 100:
-            return None
+    def begin(self, event):
+        if not isinstance(event, Collective) or sum(t.numel() for t in event.summed) < 100:
+            return
 
         def finish(received, scale):
             self.last = received[0].reshape(-1)
@@ -92,7 +88,7 @@ class Results(CollectiveObserver):
                 self._done = True
                 flip(self.last, self._plugin.bit)
 
-        return finish
+        event.when_received(finish)
 
 
 def train(

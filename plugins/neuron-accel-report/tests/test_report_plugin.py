@@ -21,10 +21,10 @@ from neuron_accel_report.recorder import Recorder, ResidentMemory
 from neuron_accel_report.records import Collectives, Memory, Step, Straggler, read_run
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.contract import ConfigurationError, Ranges, TrafficTotals
+from neuron_accel.contract import ConfigurationError, Events, Group
 
 RANGE_CALLS, STEP_CALLS = 18, 80
-"""Calls of functions that a range, and a step without ranges, take at most."""
+"""Calls of functions that a range, and a step without events, take at most."""
 RANGE_BLOCKS = 14
 """How many empty ``with`` blocks may take as long as a range."""
 STEP = Step(
@@ -206,30 +206,32 @@ def test_a_run_that_goes_on_after_its_objects_were_released_has_another_report(t
 def test_nothing_is_left_when_the_run_ends(tmp_path):
     accelerator = NeuronAccelerator(cpu=True, plugins=[RunReportPlugin(folder=tmp_path, show="nothing")])
     run = accelerator.run
-    assert run.ranges.observers
+    assert run.events.of["step"]
     train(accelerator)
-    assert not run.ranges.observers
-    assert not run.backend._totals
+    assert not run.events.of["step"]
 
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
+DP = Group(ranks=(0, 1), index=0, partition=((0, 1),), name="dp")
+
+
 class Backend:
     compilations, is_lazy, device_memory = None, False, None
 
 
 def record(body):
-    """Steps that a recorder sees while ``body(ranges)`` runs."""
-    ranges, found = Ranges(), []
-    recorder = Recorder(Backend(), TrafficTotals(), clock=0.0, traced=frozenset({0, 1}), finished=found.append)
-    remove = ranges.observe(recorder)
-    body(ranges)
+    """Steps that a recorder sees while ``body(events)`` runs."""
+    events, found = Events(), []
+    recorder = Recorder(Backend(), clock=0.0, traced=frozenset({0, 1}), finished=found.append)
+    remove = events.observe(recorder)
+    body(events)
     remove()
     recorder.close()
     return found
 
 
-def step_in(ranges):
-    return ranges.open("optimizer step", "part", part="optimizer", optimizer=1)
+def step_in(events):
+    return events.open("optimizer step", "step", part="optimizer", optimizer=1)
 
 
 class Clock:
@@ -250,21 +252,20 @@ def test_time_belongs_to_the_innermost_range(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("neuron_accel_report.recorder.time", clock)
 
-    def body(ranges):
+    def body(events):
         clock.pass_by(50)  # before the first step
-        with ranges.open("forward", "part", part="forward"):
+        with events.open("forward", "part", part="forward"):
             clock.pass_by(2)
-            with ranges.open("a hook", "hook"):
+            with events.open("a hook", "hook"):
                 clock.pass_by(1)
-            with ranges.open("all_reduce", "collective", part="communication", op="all_reduce", group="dp") as outer:
+            with events.collective("all_reduce", DP, 8, torch.float32) as outer:
                 clock.pass_by(3)
-                with ranges.open("wait", "collective", part="communication", op="all_reduce", group="dp", waits=True):
+                with outer.waiting():
                     clock.pass_by(4)
-                assert ranges.collective is outer
         clock.pass_by(5)
-        with ranges.open("my own", part="unknown"):
+        with events.open("my own", part="unknown"):
             clock.pass_by(6)
-        with step_in(ranges):
+        with step_in(events):
             clock.pass_by(7)
 
     (measured,) = record(body)
@@ -274,20 +275,20 @@ def test_time_belongs_to_the_innermost_range(monkeypatch):
     assert (step.time, step.seconds, step.waiting) == (150, 28, 4)
     spans = {span.name: (span.start, span.seconds) for span in measured.ranges}
     assert spans["forward"] == (150, 10)
-    assert spans["wait"] == (156, 4)
+    assert spans["wait for all_reduce"] == (156, 4)
 
 
 def test_the_time_of_a_range_around_several_steps_belongs_to_each_of_them(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("neuron_accel_report.recorder.time", clock)
 
-    def body(ranges):
-        with ranges.open("forward", "part", part="forward"):
+    def body(events):
+        with events.open("forward", "part", part="forward"):
             pass
-        with ranges.open("my loop", part="evaluation"):
+        with events.open("my loop", part="evaluation"):
             for seconds in (1, 2):
                 clock.pass_by(seconds)
-                with step_in(ranges):
+                with step_in(events):
                     clock.pass_by(10)
 
     for seconds, measured in zip((1, 2), record(body), strict=True):
@@ -295,17 +296,17 @@ def test_the_time_of_a_range_around_several_steps_belongs_to_each_of_them(monkey
         assert measured.step.seconds == sum(measured.step.parts.values()) == seconds + 10
 
 
-def fail(ranges):
-    with contextlib.suppress(ValueError), ranges.open("forward", "part", part="forward"):
-        ranges.open("never closed").__enter__()
+def fail(events):
+    with contextlib.suppress(ValueError), events.open("forward", "part", part="forward"):
+        events.open("never closed").__enter__()
         raise ValueError
 
 
 def test_an_error_in_a_range_closes_it():
-    def body(ranges):
+    def body(events):
         for _ in range(2):
-            fail(ranges)
-            with step_in(ranges):
+            fail(events)
+            with step_in(events):
                 pass
 
     first, second = record(body)
@@ -314,34 +315,34 @@ def test_an_error_in_a_range_closes_it():
 
 
 def test_steps_are_those_of_the_first_optimizer():
-    def body(ranges):
+    def body(events):
         for _ in range(3):
-            with step_in(ranges):
+            with step_in(events):
                 pass
-            with ranges.open("optimizer step", "part", part="optimizer", optimizer=2):
+            with events.open("optimizer step", "step", part="optimizer", optimizer=2):
                 pass
 
     assert [each.step.step for each in record(body)] == [0, 1, 2]
 
 
 def test_ranges_of_other_threads_count_in_backward_only():
-    def elsewhere(ranges):
+    def elsewhere(events):
         def work():
-            with ranges.open("broadcast", "collective", part="communication", op="broadcast", group="dp"):
+            with events.collective("broadcast", DP, 8, torch.float32):
                 time.sleep(0.01)
 
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
 
-    def body(ranges):
-        with ranges.open("forward", "part", part="forward"):
-            elsewhere(ranges)
-        with step_in(ranges):
+    def body(events):
+        with events.open("forward", "part", part="forward"):
+            elsewhere(events)
+        with step_in(events):
             pass
-        with ranges.open("backward", "part", part="backward"):
-            elsewhere(ranges)
-        with step_in(ranges):
+        with events.open("backward", "part", part="backward"):
+            elsewhere(events)
+        with step_in(events):
             pass
 
     first, second = record(body)
@@ -350,10 +351,10 @@ def test_ranges_of_other_threads_count_in_backward_only():
 
 
 def test_ranges_without_an_observer_do_nothing():
-    ranges = Ranges()
-    assert ranges.open("a") is ranges.open("b")
-    with ranges.open("a", "collective"):
-        assert ranges.collective is None
+    events = Events()
+    assert events.open("a") is events.open("b") is events.collective("all_gather", DP)
+    with events.open("a", "part"), events.collective("all_gather", DP).waiting():
+        pass
 
 
 def test_the_folder_can_be_text():
@@ -378,17 +379,15 @@ def test_a_closed_output_does_not_end_the_training(tmp_path, monkeypatch):
 def measured_ranges(folder):
     """A function that makes a step of so many collectives, which a recorder measures and a file gets."""
     backend = SimpleNamespace(compilations=None, device_memory=None, is_lazy=False)
-    traffic, file, ranges = TrafficTotals(), ReportFile(folder, 0), Ranges()
-    recorder = Recorder(
-        backend, traffic, clock=0.0, traced=frozenset(), finished=lambda measured: file.write([measured.step])
-    )
-    remove = ranges.observe(recorder)
+    file, events = ReportFile(folder, 0), Events()
+    recorder = Recorder(backend, clock=0.0, traced=frozenset(), finished=lambda measured: file.write([measured.step]))
+    remove = events.observe(recorder)
 
     def step(count):
         for _ in range(count):
-            with ranges.open("all_gather", "collective", part="communication", op="all_gather", group="dp"):
-                traffic.add("all_gather", "dp", 64)
-        with step_in(ranges):
+            with events.collective("all_gather", DP, 64, torch.float32):
+                pass
+        with step_in(events):
             pass
 
     try:
@@ -447,12 +446,12 @@ def test_a_range_costs_few_calls_of_functions(tmp_path):
 def test_the_time_of_the_report_grows_with_the_number_of_ranges():
     few, many = 1, 400
 
-    def body(ranges):
+    def body(events):
         for count in 10 * (few, many):
             for _ in range(count):
-                with ranges.open("mine"):
+                with events.open("mine"):
                     pass
-            with step_in(ranges):
+            with step_in(events):
                 pass
 
     own = [each.step.own_seconds for each in record(body)]

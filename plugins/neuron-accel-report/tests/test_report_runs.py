@@ -74,7 +74,7 @@ def train(plugins, *, batches=6, accumulation=1, options=None, slow=(), skip=0, 
             if save is not None and steps == 1:
                 accelerator.save_state(save)
             if user:
-                with accelerator.run.ranges.open("my own"):
+                with accelerator.run.events.open("my own"):
                     time.sleep(0.001)
     accelerator.end_training()
     return {"wall": ended - began, "losses": losses, "norms": norms, "sent": sent}
@@ -162,7 +162,7 @@ def test_ranges_of_traced_steps_nest(tmp_path):
         assert {"loader", "forward", "backward", "optimizer step", "my own"} <= names
         stage = each.header.coordinates["pp"]
         assert {f"{kind}, stage {stage}, micro-batch {m}" for kind in ("forward", "backward") for m in (0, 1)} <= names
-        assert {r.category for r in each.ranges} == {"part", "collective", "pipeline", "hook", "user"}
+        assert {r.category for r in each.ranges} == {"part", "step", "collective", "wait", "pipeline", "hook", "user"}
         assert any(r.name == "data_parallel.after_backward" for r in each.ranges)
         spans = sorted((r.start, -r.seconds, r.name) for r in each.ranges)
         open_ends: list[float] = []
@@ -337,7 +337,7 @@ def with_a_clock_of_its_own(folder):
         opened = []
         for _ in range(9):
             accelerator.backward(model(torch.ones(2, 4)).sum())
-            with accelerator.run.ranges.open("now"):
+            with accelerator.run.events.open("now"):
                 opened.append(true())
             optimizer.step()
             optimizer.zero_grad()

@@ -126,8 +126,8 @@ def test_starts_and_waits_are_in_order_and_overlap():
 
 def lose_one():
     """A composition that leaves out one all-reduce of tensor parallelism."""
-    from neuron_accel.backends.base import Done
     from neuron_accel.backends.dry_run import DryRunBackend
+    from neuron_accel.backends.group import Done
 
     start, calls = DryRunBackend.start_all_reduce, []
 

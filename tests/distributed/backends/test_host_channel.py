@@ -11,7 +11,7 @@ PAIRS, STRIDED = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
 
 def group_of(channel, partition, rank):
-    from neuron_accel.backends.base import Group
+    from neuron_accel.backends.group import Group
 
     ranks = next(ranks for ranks in partition if rank in ranks)
     return Group(ranks, ranks.index(rank), partition, "test", channel.new_group(partition))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.backends.base import Group
+from neuron_accel.backends.group import Group
 from neuron_accel.backends.xla_channel import ProcessChannel
 from neuron_accel.testing import run_ranks
 

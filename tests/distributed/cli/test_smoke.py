@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from neuron_accel.backends.base import Done
+from neuron_accel.backends.group import Done
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.cli import smoke, smoke_test
 from neuron_accel.cli.main import main

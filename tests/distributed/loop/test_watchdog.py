@@ -34,7 +34,7 @@ def one_is_in_another_call():
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator()
-    with accelerator.run.calling("gather" if accelerator.is_main_process else "wait_for_everyone"):
+    with accelerator.run.events.open("gather" if accelerator.is_main_process else "wait_for_everyone", "call"):
         time.sleep(2)
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -44,7 +44,7 @@ def all_are_slow(folder):
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator()
-    with accelerator.run.calling("save_state"):
+    with accelerator.run.events.open("save_state", "call"):
         time.sleep(1.5)
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from neuron_accel.backends import autograd
-from neuron_accel.backends.base import Group
 from neuron_accel.backends.dry_run import DryRunBackend
+from neuron_accel.backends.group import Group
 from neuron_accel.backends.torch_distributed import TorchBackend
 from neuron_accel.errors import UsageError
 
@@ -113,33 +113,18 @@ def test_shutdown_is_final_and_idempotent(alone):
         alone.new_group([[0]], "tp")
 
 
+def send(backend, op, group, size):
+    with backend.events.collective(op, backend.new_group([[0]], group), size, torch.float32):
+        pass
+
+
 def test_recordings_nest(alone):
     with alone.record() as outer:
-        alone._note("all_reduce", alone.new_group([[0]], "tp"), 3)
+        send(alone, "all_reduce", "tp", 3)
         with alone.record() as inner:
-            alone._note("all_gather", alone.new_group([[0]], "dp"), 4)
+            send(alone, "all_gather", "dp", 4)
     assert [t.op for t in outer.transfers] == ["all_reduce", "all_gather"]
     assert [t.op for t in inner.transfers] == ["all_gather"]
     assert outer.sent(op="all_reduce") == 3
     assert outer.sent() == 7
     assert outer.count(group="dp") == 1
-
-
-def test_totals_are_those_of_the_recorded_collectives(alone):
-    dp, tp = alone.new_group([[0]], "dp"), alone.new_group([[0]], "tp")
-    with alone.record_totals() as outer, alone.record() as traffic:
-        alone._note("all_reduce", tp, 3)
-        with alone.record_totals() as inner:
-            alone._note("all_gather", dp, 4)
-            alone._note("all_reduce", tp, 5)
-        assert repr(outer) == "<TrafficTotals: all_reduce over tp 2, all_gather over dp 1>"
-        found = outer.take()
-        assert list(found.items()) == [(("all_reduce", "tp"), (2, 8)), (("all_gather", "dp"), (1, 4))]
-        assert {op: sent for (op, _), (_, sent) in found.items()} == {
-            op: traffic.sent(op=op) for op in ("all_reduce", "all_gather")
-        }
-        alone._note("all_gather", dp, 6)
-    alone._note("all_gather", dp, 7)  # after the contexts
-    assert outer.take() == {("all_gather", "dp"): (1, 6)}
-    assert outer.take() == {}
-    assert inner.take() == {("all_gather", "dp"): (1, 4), ("all_reduce", "tp"): (1, 5)}

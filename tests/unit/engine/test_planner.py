@@ -20,7 +20,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuron_accel.backends.base import Group
+from neuron_accel.backends.events import Event, Events
+from neuron_accel.backends.group import Group
 from neuron_accel.engine.plan.plan import ABSENT, Plan, difference
 from neuron_accel.engine.plan.planner import in_order, make_plan
 from neuron_accel.engine.plan.plugin import API_VERSION, Claim, Phase, PlanContext, PluginSpec, StrategyPlugin
@@ -566,12 +567,20 @@ def way(number: int) -> Group:
     return Group(ranks=(0, number), index=0, partition=tuple(sorted(pairs)), name=f"way {number}")
 
 
+def add(limit: PartitionLimit, op: str, number: int, category: str = "deferred") -> None:
+    """Adds a collective to the graph."""
+    events = Events()
+    events.observe(limit)
+    with events.collective(op, way(number), 8, deferred=category == "deferred"):
+        pass
+
+
 def test_one_process_group_layout_too_many_in_a_graph_is_refused_and_the_others_are_named():
     limit = PartitionLimit(3, "trn1.32xlarge")
     for number in (1, 2, 3, 2, 1):
-        limit.issued("all_reduce", way(number), 8, deferred=True)
+        add(limit, "all_reduce", number)
     with pytest.raises(PlanError, match=r"more than 3 ways, .* 'way 4'") as caught:
-        limit.issued("all_gather", way(4), 8, deferred=True)
+        add(limit, "all_gather", 4)
     for number in (1, 2, 3):
         assert f"'way {number}' (all_reduce in engine/test_planner.py:" in caught.value.why
     assert "(all_gather in engine/test_planner.py:" in caught.value.what
@@ -582,7 +591,7 @@ def test_one_process_group_layout_too_many_in_a_graph_is_refused_and_the_others_
 def test_process_group_layouts_are_counted_per_graph():
     limit = PartitionLimit(3, "trn1.32xlarge")
     for number in range(1, 13):
-        limit.issued("all_gather_object", way(number), 0, deferred=False)
-        limit.issued("all_reduce", way(number), 8, deferred=True)
+        add(limit, "all_gather_object", number, "collective")
+        add(limit, "all_reduce", number)
         if number % 3 == 0:
-            limit.executing(tuple(range(32)))
+            limit.begin(Event(Events(), "execute the graph", "graph", None, {}))

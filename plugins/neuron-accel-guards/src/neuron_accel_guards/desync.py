@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from neuron_accel.contract import (
-    CollectiveObserver,
+    Collective,
     ConfigurationError,
     DesyncError,
+    Event,
     Group,
+    Observer,
     Phase,
     PluginSpec,
     StrategyPlugin,
@@ -62,7 +64,7 @@ class DesyncGuard(StrategyPlugin):
         """Observes collectives, to compare them between ranks."""
         if run.world.size > 1:
             meetings = Meetings(run, self.timeout_s)
-            run.state(self).update(meetings=meetings, leave=run.backend.observe(meetings))
+            run.state(self).update(meetings=meetings, leave=run.events.observe(meetings))
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         """Counts steps, for messages."""
@@ -107,13 +109,15 @@ class Doing:
         return f"{self.text} in step {self.step}"
 
 
-class Meetings(CollectiveObserver):
+class Meetings(Observer):
     """Compares the collectives of this rank with those of others.
 
     Args:
         run: the run.
         timeout_s: time in seconds to wait for other ranks.
     """
+
+    categories: ClassVar[frozenset[str]] = frozenset({"collective", "deferred", "graph"})
 
     def __init__(self, run: Run, timeout_s: float) -> None:
         self.step = 1
@@ -124,17 +128,21 @@ class Meetings(CollectiveObserver):
         atexit.register(self.close)
 
     # ---- observing ---------------------------------------------------------------------------------------------------
-    def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
+    def begin(self, event: Event) -> None:
+        if not isinstance(event, Collective):
+            self._execute(event.arguments["ranks"])
+            return
+        op, sent = event.name, event.sent
         if op in _BETWEEN_TWO:
             return
         size = f" ({sent:,} bytes)" if sent and op not in _UNEQUAL else ""
-        text = f"{op} over {group.name!r}{size}"
-        if deferred:
+        text = f"{op} over {event.group.name!r}{size}"
+        if event.category == "deferred":
             self._deferred.append(Doing(self.step, text))
         else:
-            self._meet(group, Doing(self.step, text))
+            self._meet(event.group, Doing(self.step, text))
 
-    def executing(self, ranks: tuple[int, ...]) -> None:
+    def _execute(self, ranks: tuple[int, ...]) -> None:
         deferred, self._deferred = self._deferred, []
         if len(ranks) == 1:  # this is the only rank of its stage
             return

@@ -5,17 +5,19 @@ although nothing wrote it, and replicas whose updates differ."""
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from neuron_accel.contract import (
-    CollectiveObserver,
+    Collective,
     ConfigurationError,
     CorruptionError,
+    Event,
     Group,
+    Observer,
     Phase,
     PluginSpec,
     StrategyPlugin,
@@ -74,7 +76,7 @@ class SumCheck(StrategyPlugin):
         """Observes sums over ranks."""
         every = self.every or (1 if run.backend.reads_are_free else _EVERY)
         checks = Checks(run, every)
-        run.state(self).update(checks=checks, leave=run.backend.observe(checks.sums))
+        run.state(self).update(checks=checks, leave=run.events.observe(checks.sums))
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         """Compares memory with the end of the last step."""
@@ -234,7 +236,7 @@ class Sum:
     received: torch.Tensor
 
 
-class Sums(CollectiveObserver):
+class Sums(Observer):
     """Computes the checksums of sums over ranks of a step's gradients.
 
     Args:
@@ -244,6 +246,8 @@ class Sums(CollectiveObserver):
         results: what was received in this step, with the checksum and the version of each; on eager devices.
     """
 
+    categories: ClassVar[frozenset[str]] = frozenset({"collective", "deferred"})
+
     def __init__(self, run: Run) -> None:
         self._run, self._lazy = run, run.backend.is_lazy
         self.project = Projection(self._lazy)
@@ -252,17 +256,13 @@ class Sums(CollectiveObserver):
         self.results: deque[Kept] = deque(maxlen=_MOST)
         self._found: dict[tuple[tuple[int, ...], bool], tuple[Group, deque[Sum]]] = {}
 
-    def issued(self, op: str, group: Group, sent: int, *, deferred: bool) -> None:
-        """See :class:`CollectiveObserver`."""
-
-    def executing(self, ranks: tuple[int, ...]) -> None:
-        """See :class:`CollectiveObserver`."""
-
-    def summing(
-        self, group: Group, sent: Sequence[torch.Tensor], *, scattered: bool
-    ) -> Callable[[Sequence[torch.Tensor], float], None] | None:
-        if self._compares or not self._is_of_gradients(group) or any(t.device != self._run.device for t in sent):
-            return None
+    def begin(self, event: Event) -> None:
+        """Computes the checksums of what is summed, and of the sums when they are there."""
+        if self._compares or not isinstance(event, Collective) or not event.summed:
+            return
+        group, sent, scattered = event.group, event.summed, event.scattered
+        if not self._is_of_gradients(group) or any(tensor.device != self._run.device for tensor in sent):
+            return
         dtype = sent[0].dtype.to_real()
         before = self.project.rows(sent, group.size) if scattered else self.project(sent)
 
@@ -275,7 +275,7 @@ class Sums(CollectiveObserver):
             if not self._lazy:
                 self.results += [Kept("a reduced gradient", each, bits(each)) for each in received]
 
-        return finish
+        event.when_received(finish)
 
     def _is_of_gradients(self, group: Group) -> bool:
         return set(group.name.split(" x ")) <= set(self._run.mesh.gradient_axes)

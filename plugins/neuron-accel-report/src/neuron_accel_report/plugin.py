@@ -122,7 +122,7 @@ class RunReportPlugin(StrategyPlugin):
         were released, which ended the report: another one begins."""
         if not run.state(self):
             self.setup(run)
-            model.make_ranges(run.ranges)
+            model.make_events(run.events)
         report = self._report(run)
         if report is not None and model is run.models[0]:
             model.handles.append(
@@ -212,12 +212,11 @@ class Report:
         self._has_header, self._closed, self._last = False, False, 0
         self._steps = 0
         with ExitStack() as stack:
-            traffic = stack.enter_context(backend.record_totals())
             self.recorder = Recorder(
-                backend, traffic, clock=self._clock, traced=frozenset(options.trace_steps), finished=self._finished
+                backend, clock=self._clock, traced=frozenset(options.trace_steps), finished=self._finished
             )
             stack.callback(self.recorder.close)
-            stack.callback(run.ranges.observe(self.recorder))
+            stack.callback(run.events.observe(self.recorder))
             self._observing = stack.pop_all()
 
     # ---- what hooks tell ---------------------------------------------------------------------------------------------

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import OpenRange, RangeObserver, Ranges
+from neuron_accel.contract import Event, Events, Observer
 from neuron_accel_report.records import PARTS, Collectives, Memory, Range, Step
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Backend, TrafficTotals
+    from neuron_accel.contract import Backend, Collective
 
-STEP = "optimizer step"
-"""Name of the range whose end is the end of a step."""
 _BEGINNINGS = ("loader", "forward")
 """Parts with which the first step begins."""
 
@@ -72,7 +70,7 @@ class Measured:
     ready: torch.Event | None = None
 
 
-class Recorder(RangeObserver):
+class Recorder(Observer):
     """Divides the time of this rank into steps, and each step into parts.
 
     At each moment the time belongs to the innermost open range, so that the parts of a step add up to its wall time.
@@ -85,7 +83,6 @@ class Recorder(RangeObserver):
 
     Args:
         backend: of the run.
-        traffic: totals of the run's collectives; the recorder takes them.
         clock: seconds to add to this machine's clock.
         traced: numbers of the steps whose ranges are kept.
         finished: called at the end of each step.
@@ -94,13 +91,13 @@ class Recorder(RangeObserver):
     def __init__(
         self,
         backend: Backend,
-        traffic: TrafficTotals,
         *,
         clock: float,
         traced: frozenset[int],
         finished: Callable[[Measured], None],
     ) -> None:
-        self._backend, self._traffic, self._traced, self._finished = backend, traffic, frozenset[int](), finished
+        self._backend, self._traced, self._finished = backend, frozenset[int](), finished
+        self._sent: dict[tuple[str, str], list[int]] = {}  # numbers and bytes of the collectives of a step
         self._now = time.perf_counter
         self._unix = time.time() - time.perf_counter() + clock
         self._thread = get_ident()
@@ -122,14 +119,14 @@ class Recorder(RangeObserver):
 
     def _time_ranges(self) -> float:
         """Returns the seconds that the recorder takes for a range."""
-        ranges = Ranges()
-        ranges.observe(self)
+        events = Events()
+        events.observe(self)
         rounds, count = _CALIBRATION
         times = []
         for _ in range(rounds):
             began = self._now()
             for _ in range(count):
-                with ranges.open("", "collective", part="communication", op="", group=""):
+                with events.open("", part="communication", op="", group=""):
                     pass
             times.append(self._now() - began)
         return min(times) / count
@@ -145,11 +142,15 @@ class Recorder(RangeObserver):
         self._resident.close()
 
     # ---- ranges ------------------------------------------------------------------------------------------------------
-    def begin(self, opened: OpenRange) -> None:
+    def begin(self, event: Event) -> None:
+        if event.category == "collective" or event.category == "deferred":
+            self._count_sent(event)  # type: ignore[arg-type]  # it is one
+            if event.category == "deferred":  # takes no time but that of making a graph
+                return
         now, stack = self._now(), self._stack
         if get_ident() != self._thread and all(each[_PART] != "backward" for each in stack):
             return
-        part, around = opened.part, stack[-1]
+        part, around = event.part, stack[-1]
         if not self._begun and part in _BEGINNINGS:
             self._begun = True
             self._began = self._last = now
@@ -162,14 +163,25 @@ class Recorder(RangeObserver):
             part = around[1]
         elif part not in self._parts:  # of a range that another plugin or the script has opened
             part = "other"
-        elif part == "backward" and opened.category == "part":
+        elif part == "backward" and event.category == "part":
             self._backward_passes += 1
-        stack.append([opened, part, now, self.step, 0.0])
+        stack.append([event, part, now, self.step, 0.0])
 
-    def end(self, opened: OpenRange) -> None:
+    def _count_sent(self, event: Collective) -> None:
+        if event.dtype is None:  # objects
+            return
+        key = event.name, event.group.name
+        if key in self._sent:
+            total = self._sent[key]
+            total[0] += 1
+            total[1] += event.sent
+        else:
+            self._sent[key] = [1, event.sent]
+
+    def end(self, event: Event) -> None:
         now, stack = self._now(), self._stack
         innermost = stack[-1]
-        if innermost[0] is not opened and all(each[_RANGE] is not opened for each in stack):
+        if innermost[0] is not event and all(each[_RANGE] is not event for each in stack):
             return
         innermost[4] += now - self._last
         self._last = now
@@ -177,7 +189,7 @@ class Recorder(RangeObserver):
             ended = stack.pop()
             closed, part, _, step, spent = ended
             self._parts[part] += spent
-            if closed.category == "collective":
+            if closed.category == "collective" or closed.category == "wait":
                 found = closed.arguments
                 key = found["op"], found["group"]
                 self._collectives[key] = self._collectives.get(key, 0.0) + spent
@@ -186,10 +198,10 @@ class Recorder(RangeObserver):
             if self._traced and self._begun and step in self._traced:
                 self._keep(ended, now)
             self._count += 1
-            if closed is opened:
+            if closed is event:
                 break
-        if opened.name == STEP and self._optimizer in (None, opened.arguments["optimizer"]):
-            self._optimizer = opened.arguments["optimizer"]
+        if event.category == "step" and self._optimizer in (None, event.arguments["optimizer"]):
+            self._optimizer = event.arguments["optimizer"]
             self._end_step(now)
             self.own += self._now() - now
 
@@ -251,15 +263,16 @@ class Recorder(RangeObserver):
     def _take_traffic(self) -> tuple[Collectives, ...]:
         """The collectives since the last step, by kind and group."""
         lazy, seconds = self._backend.is_lazy, self._collectives
+        sent, self._sent = self._sent, {}
         return tuple(
             Collectives(
                 op=op,
                 group=group,
                 count=count,
-                bytes=sent,
+                bytes=size,
                 seconds=None if lazy else seconds.get((op, group), 0.0),
             )
-            for (op, group), (count, sent) in self._traffic.take().items()
+            for (op, group), (count, size) in sent.items()
         )
 
     def rest(self) -> list[Range]:

@@ -35,7 +35,7 @@ PARTS = ("loader", "forward", "backward", "optimizer", "communication", "device"
 forward passes without gradients. ``other``: the rest, most often the loop's own code.
 """
 
-Category = Literal["part", "collective", "pipeline", "hook", "user"]
+Category = Literal["part", "step", "call", "graph", "collective", "wait", "pipeline", "hook", "user"]
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------

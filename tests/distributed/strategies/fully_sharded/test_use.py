@@ -13,7 +13,7 @@ from torch import nn
 
 from neuron_accel import FullyShardedPlugin
 from neuron_accel.backends.process_group import let_threads_finish
-from neuron_accel.contract import CollectiveObserver
+from neuron_accel.contract import Observer
 from neuron_accel.errors import ConfigurationError, DesyncError, NeuronAccelError, UsageError
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import Training, assert_parallel_equivalence
@@ -108,17 +108,16 @@ def bytes_in_memory():
     return sum(storages.values())
 
 
-class BlocksInMemory(CollectiveObserver):
+class BlocksInMemory(Observer):
     """The most blocks that had memory when a collective was issued."""
+
+    categories = frozenset({"collective"})
 
     def __init__(self, flats):
         self.flats, self.most = flats, 0
 
-    def issued(self, op, group, sent, *, deferred):
+    def begin(self, event):
         self.most = max(self.most, sum(flat.untyped_storage().nbytes() > 0 for flat in self.flats))
-
-    def executing(self):
-        pass
 
 
 def memory(plugins, make=llama):
@@ -127,7 +126,7 @@ def memory(plugins, make=llama):
     accelerator, model, optimizer = prepared(plugins, functools.partial(make, blocks=8, vocabulary=32))
     flats = [shard._flat for shard in optimizer.optimizer.shards if ".layers." in shard.bucket.records[0].fqn]
     look = BlocksInMemory(flats)
-    accelerator.run.backend.observe(look)
+    accelerator.run.events.observe(look)
     for batch in token_batches(2, vocabulary=32):
         step(accelerator, model, optimizer, batch)
     after = bytes_in_memory() - before

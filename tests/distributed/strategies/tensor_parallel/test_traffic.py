@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.backends.base import Traffic
+from neuron_accel.backends.events import Traffic
 from neuron_accel.testing.ranks import run_ranks
 from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import FAMILIES, batch, make_run, shard
 
