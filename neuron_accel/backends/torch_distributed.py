@@ -17,6 +17,7 @@ exists beside the group of the device.
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -251,14 +252,8 @@ class TorchBackend(Backend):
         shared = tensor.contiguous()
         sent = 2 * (group.size - 1) * _bytes(shared) // group.size
         summed = [shared] if op == "sum" else ()
-        event = self.events.collective("all_reduce", group, sent, shared.dtype, summed=summed)
-        return self._start(
-            "all_reduce",
-            group,
-            event,
-            lambda: self._all_reduce(shared, op, group),
-            lambda: _received(event, shared),
-        )
+        send = functools.partial(self._all_reduce, shared, op, group)
+        return self._start("all_reduce", group, sent, shared.dtype, send, lambda: shared, summed=summed)
 
     def _start_two_step_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> Pending:
         """An all-reduce as an all-to-all, a local reduction by torch and an all-gather. Sends as many bytes as a
@@ -268,14 +263,14 @@ class TorchBackend(Backend):
         flat = tensor.contiguous().view(-1)
         rows = (F.pad(flat, (0, missing)) if missing else flat).view(group.size, count)
         sent = 2 * (group.size - 1) * count * tensor.element_size()
-        event = self.events.collective("all_reduce", group, sent, tensor.dtype, summed=[flat] if op == "sum" else ())
         received = torch.empty_like(rows)
 
         def finish() -> torch.Tensor:
-            flat = self._start_gather(reduce_rows(received, op), group, "all_reduce", UNOBSERVED).wait()
-            return _received(event, flat.reshape(-1)[: tensor.numel()]).view(tensor.shape)
+            flat = self._start_gather(reduce_rows(received, op), group, "all_reduce", None).wait()
+            return flat.reshape(-1)[: tensor.numel()].view(tensor.shape)
 
-        return self._start_exchange(rows, received, group, "all_reduce", event, finish)
+        summed = [flat] if op == "sum" else ()
+        return self._start_exchange(rows, received, group, "all_reduce", sent, finish, summed=summed)
 
     def start_all_gather(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
         """See :meth:`Backend.all_gather`. A tensor without dims is treated as one of shape ``[1]``."""
@@ -283,41 +278,28 @@ class TorchBackend(Backend):
             return Done(tensor)
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         dim = normalize_dim(dim, tensor)
-        event = self.events.collective("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
-        return self._start_gather(tensor, group, "all_gather", event, lambda rows: join_chunks(rows, dim))
+        sent = (group.size - 1) * _bytes(tensor)
+        return self._start_gather(tensor, group, "all_gather", sent, lambda rows: join_chunks(rows, dim))
 
     def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
         """See :meth:`Backend.start_all_gather_into`. No buffer is copied."""
         if group.size == 1:
             return Done(out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor.view(out.shape)))
-        event = self.events.collective("all_gather", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
         if group.size == 2 and out.numel() and self._through_gloo(tensor, group):
-            return self._start_swap_into(out, tensor, group, event)
-        outgoing, incoming = _flat(tensor.detach()), _flat(out.detach())
-        return self._start(
-            "all_gather",
-            group,
-            event,
-            lambda: self._all_gather(incoming, outgoing, group),
-            lambda: out,
-        )
+            return self._start_swap_into(out, tensor, group)
+        send = functools.partial(self._all_gather, _flat(out.detach()), _flat(tensor.detach()), group)
+        sent = (group.size - 1) * _bytes(tensor)
+        return self._start("all_gather", group, sent, tensor.dtype, send, lambda: out)
 
-    def _start_swap_into(
-        self, out: torch.Tensor, tensor: torch.Tensor, group: Group, event: Collective | Unobserved
-    ) -> Pending:
+    def _start_swap_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
         """An all-gather between two ranks. Unlike gloo's, it does not copy this rank's chunk onto itself."""
         rows, other = out.detach().view(2, -1), 1 - group.index
         if rows[group.index].data_ptr() != tensor.data_ptr():
             rows[group.index].copy_(tensor.detach().view(-1))
         outgoing, incoming = (_flat(rows[index]) for index in (group.index, other))
         counts = [outgoing.numel() if index == other else 0 for index in range(2)]
-        return self._start(
-            "all_gather",
-            group,
-            event,
-            lambda: self._all_to_all(incoming, outgoing, group, counts, counts),
-            lambda: out,
-        )
+        send = functools.partial(self._all_to_all, incoming, outgoing, group, counts, counts)
+        return self._start("all_gather", group, _bytes(tensor), tensor.dtype, send, lambda: out)
 
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
         """See :meth:`Backend.reduce_scatter`.
@@ -331,20 +313,15 @@ class TorchBackend(Backend):
         if self._sums_in_float32(tensor):
             return self._start_exact_reduce_scatter(tensor.detach(), group, normalize_dim(dim, tensor))
         sent = (group.size - 1) * _bytes(rows) // group.size
-        event = self.events.collective("reduce_scatter", group, sent, rows.dtype, summed=[rows], scattered=True)
+        sums: dict[str, Any] = {"summed": [rows], "scattered": True}
         if _on_host(tensor) and (rows.dtype == torch.bool or not rows.numel() or self._through_gloo(tensor, group)):
             received = torch.empty_like(rows)
             return self._start_exchange(
-                rows, received, group, "reduce_scatter", event, lambda: _received(event, reduce_rows(received, "sum"))
+                rows, received, group, "reduce_scatter", sent, lambda: reduce_rows(received, "sum"), **sums
             )
         result = torch.empty_like(rows[0])
-        return self._start(
-            "reduce_scatter",
-            group,
-            event,
-            lambda: _reduce_scatter(result.view(-1), rows.view(-1), group=self._of(rows, group), async_op=True),
-            lambda: _received(event, result),
-        )
+        send = functools.partial(self._reduce_scatter, result.view(-1), rows.view(-1), group)
+        return self._start("reduce_scatter", group, sent, rows.dtype, send, lambda: result, **sums)
 
     def start_reduce_scatter_into(
         self,
@@ -361,30 +338,22 @@ class TorchBackend(Backend):
             return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
         rows = tensor.detach().view(group.size, -1)
         sent = (group.size - 1) * _bytes(rows) // group.size
-        event = self.events.collective("reduce_scatter", group, sent, rows.dtype, summed=[rows], scattered=True)
+        sums: dict[str, Any] = {"summed": [rows], "scattered": True, "scale": scale}
         if not self._through_gloo(tensor, group):
             averages = _on_host(tensor) and scale == 1 / group.size and is_inexact(tensor)
             op, rest = (dist.ReduceOp.AVG, 1.0) if averages else (dist.ReduceOp.SUM, scale)
-            return self._start(
-                "reduce_scatter",
-                group,
-                event,
-                lambda: _reduce_scatter(out, rows.view(-1), op=op, group=self._of(rows, group), async_op=True),
-                lambda: _received(event, out if rest == 1.0 else out.mul_(rest), scale),
-            )
+            send = functools.partial(self._reduce_scatter, out, rows.view(-1), group, op)
+            finish = (lambda: out) if rest == 1.0 else lambda: out.mul_(rest)
+            return self._start("reduce_scatter", group, sent, rows.dtype, send, finish, **sums)
         # What the first and the last rank send is contiguous, so their own chunk need not be copied.
         first, last = int(group.index == 0), group.size - int(group.index == group.size - 1)
         received = torch.empty_like(rows[first:last]) if scratch is None else scratch.view_as(rows)[first:last]
         outgoing, incoming = _flat(rows[first:last]), _flat(received)
         counts = [outgoing.numel() // (last - first) if first <= i < last else 0 for i in range(group.size)]
         terms = [received[i - first] if first <= i < last else rows[i] for i in range(group.size)]
-        return self._start(
-            "reduce_scatter",
-            group,
-            event,
-            lambda: self._all_to_all(incoming, outgoing, group, counts, counts),
-            lambda: _received(event, sum_rows_into(out, terms, scale), scale),
-        )
+        send = functools.partial(self._all_to_all, incoming, outgoing, group, counts, counts)
+        finish = functools.partial(sum_rows_into, out, terms, scale)
+        return self._start("reduce_scatter", group, sent, rows.dtype, send, finish, **sums)
 
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
         """See :meth:`Backend.all_to_all`.
@@ -404,10 +373,9 @@ class TorchBackend(Backend):
             return Done(tensor)
         concat_dim = normalize_dim(concat_dim, tensor)
         rows = split_chunks(tensor.detach(), split_dim, group.size).contiguous()
-        event = self.events.collective("all_to_all", group, (group.size - 1) * _bytes(rows) // group.size, rows.dtype)
-        received = torch.empty_like(rows)
+        sent, received = (group.size - 1) * _bytes(rows) // group.size, torch.empty_like(rows)
         return self._start_exchange(
-            rows, received, group, "all_to_all", event, lambda: join_chunks(received, concat_dim)
+            rows, received, group, "all_to_all", sent, lambda: join_chunks(received, concat_dim)
         )
 
     def all_to_all_uneven(
@@ -425,19 +393,11 @@ class TorchBackend(Backend):
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         row = math.prod(rows.shape[1:])
         sent_bytes = (sum(sent) - sent[group.index]) * row * rows.element_size()
-        event = self.events.collective("all_to_all_uneven", group, sent_bytes, rows.dtype)
-        if not row:
-            return _nothing_sent(event, result).wait()
         outgoing, incoming = _flat(rows), _flat(result)
-        row = row * rows.element_size() // outgoing.element_size()  # some dtypes are viewed as bytes
-        splits = [count * row for count in received], [count * row for count in sent]
-        return self._start(
-            "all_to_all_uneven",
-            group,
-            event,
-            lambda: self._all_to_all(incoming, outgoing, group, *splits),
-            lambda: result,
-        ).wait()
+        units = row * rows.element_size() // outgoing.element_size()  # some dtypes are viewed as bytes
+        splits = [count * units for count in received], [count * units for count in sent]
+        send = functools.partial(self._all_to_all, incoming, outgoing, group, *splits) if row else None
+        return self._start("all_to_all_uneven", group, sent_bytes, rows.dtype, send, lambda: result).wait()
 
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
         """See :meth:`Backend.permute`. On a device without point-to-point messages it is an all-gather."""
@@ -450,16 +410,13 @@ class TorchBackend(Backend):
         tensor = tensor.detach()
         source = (group.index - shift) % group.size
         if not self._point_to_point and not _on_host(tensor):
-            event = self.events.collective("permute", group, (group.size - 1) * _bytes(tensor), tensor.dtype)
-            return self._start_gather(tensor, group, "permute", event, lambda rows: rows[source].clone())
-        event = self.events.collective("permute", group, _bytes(tensor), tensor.dtype)
+            sent = (group.size - 1) * _bytes(tensor)
+            return self._start_gather(tensor, group, "permute", sent, lambda rows: rows[source].clone())
         result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        if not tensor.numel():
-            return _nothing_sent(event, result)
         target = (group.index + shift) % group.size
-        outgoing, incoming = _flat(tensor), _flat(result)
+        send = functools.partial(self._permute, _flat(result), _flat(tensor), group, target, source)
         return self._start(
-            "permute", group, event, lambda: self._permute(incoming, outgoing, group, target, source), lambda: result
+            "permute", group, _bytes(tensor), tensor.dtype, send if tensor.numel() else None, lambda: result
         )
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
@@ -491,32 +448,14 @@ class TorchBackend(Backend):
     def start_send(self, tensor: torch.Tensor, group: Group, target: int) -> Pending:
         """See :meth:`Backend.start_send`."""
         shared = tensor.detach().contiguous()
-        event = self.events.collective("send", group, _bytes(shared), shared.dtype)
-        if not shared.numel():
-            return _nothing_sent(event, shared)
-        buffer = _flat(shared)
-        return self._start(
-            "send",
-            group,
-            event,
-            lambda: self._send(buffer, group, target),
-            lambda: shared,
-        )
+        send = functools.partial(self._send, _flat(shared), group, target) if shared.numel() else None
+        return self._start("send", group, _bytes(shared), shared.dtype, send, lambda: shared)
 
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
         """See :meth:`Backend.start_receive`."""
         result = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        event = self.events.collective("receive", group, 0, dtype)
-        if not result.numel():
-            return _nothing_sent(event, result)
-        buffer = _flat(result)
-        return self._start(
-            "receive",
-            group,
-            event,
-            lambda: self._receive(buffer, group, source),
-            lambda: result,
-        )
+        receive = functools.partial(self._receive, _flat(result), group, source) if result.numel() else None
+        return self._start("receive", group, 0, dtype, receive, lambda: result)
 
     # ---- collectives on objects --------------------------------------------------------------------------------------
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
@@ -610,17 +549,40 @@ class TorchBackend(Backend):
         received = dist.P2POp(dist.irecv, out, group.ranks[source], handle)
         return _Both(dist.batch_isend_irecv([sent, received]), tensor)
 
+    def _reduce_scatter(
+        self, out: torch.Tensor, tensor: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM
+    ) -> Any:
+        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return call(out, tensor, op=op, group=self._of(tensor, group), async_op=True)
+
     def _start(
         self,
         op: str,
         group: Group,
-        event: Collective | Unobserved,
-        issue: Callable[[], Any],
+        sent: int | None,
+        dtype: torch.dtype,
+        send: Callable[[], Any] | None,
         finish: Callable[[], torch.Tensor],
+        *,
+        scale: float = 1.0,
+        **sums: Any,
     ) -> Pending:
+        """Starts a collective.
+
+        Args:
+            op, group, sent, dtype: see :class:`~neuron_accel.backends.events.Collective`; no bytes for a collective
+                that is half of another one.
+            send: starts it and returns a ``Work``; None if tensors have no elements.
+            finish: returns the result when it is complete.
+            scale: factor by which ``finish`` multiplies sums.
+            sums: what is summed.
+        """
+        event = UNOBSERVED if sent is None else self.events.collective(op, group, sent, dtype, **sums)
         with event, self._reported(op, group):
-            work = issue()
-        return _Work(work, event, lambda: self._reported(op, group), finish)
+            work = None if send is None else send()
+        if work is None:
+            return Done(finish())
+        return _Work(work, event, lambda: self._reported(op, group), finish, scale)
 
     def _start_exchange(
         self,
@@ -628,43 +590,28 @@ class TorchBackend(Backend):
         received: torch.Tensor,
         group: Group,
         op: str,
-        event: Collective | Unobserved,
+        sent: int,
         finish: Callable[[], torch.Tensor],
+        **sums: Any,
     ) -> Pending:
         """Starts sending ``rows[i]`` to the i-th rank and receiving its row for this rank in ``received[i]``. Both
         tensors must be contiguous."""
-        if not rows.numel():
-            return _nothing_sent(event, finish())
-        outgoing, incoming = _flat(rows), _flat(received)
-        return self._start(
-            op,
-            group,
-            event,
-            lambda: self._all_to_all(incoming, outgoing, group),
-            finish,
-        )
+        send = functools.partial(self._all_to_all, _flat(received), _flat(rows), group) if rows.numel() else None
+        return self._start(op, group, sent, rows.dtype, send, finish, **sums)
 
     def _start_gather(
         self,
         tensor: torch.Tensor,
         group: Group,
         op: str,
-        event: Collective | Unobserved,
+        sent: int | None,
         finish: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
     ) -> Pending:
         """Starts gathering the ranks' tensors as rows ``[group.size, *tensor.shape]``; ``finish`` maps them to the
         result."""
         rows = tensor.new_empty((group.size, *tensor.shape))
-        if not tensor.numel():
-            return _nothing_sent(event, finish(rows))
-        outgoing, incoming = _flat(tensor), _flat(rows)
-        return self._start(
-            op,
-            group,
-            event,
-            lambda: self._all_gather(incoming, outgoing, group),
-            lambda: finish(rows),
-        )
+        send = functools.partial(self._all_gather, _flat(rows), _flat(tensor), group) if tensor.numel() else None
+        return self._start(op, group, sent, tensor.dtype, send, lambda: finish(rows))
 
 
 class _Work(Pending):
@@ -677,8 +624,9 @@ class _Work(Pending):
         event: Collective | Unobserved,
         reporting: Callable[[], Any],
         finish: Callable[[], torch.Tensor],
+        scale: float,
     ) -> None:
-        self._work, self._event, self._reporting, self._finish = work, event, reporting, finish
+        self._work, self._event, self._reporting, self._finish, self._scale = work, event, reporting, finish, scale
         self._result: torch.Tensor | None = None
 
     @torch.compiler.disable(reason=OUTSIDE_GRAPHS)
@@ -688,6 +636,7 @@ class _Work(Pending):
                 with self._reporting():
                     self._work.wait()
                 self._result = self._finish()
+                self._event.received([self._result], self._scale)
             del self._work, self._finish  # and the buffers they hold
         return self._result
 
@@ -708,25 +657,8 @@ class _Both:
             work.wait()
 
 
-def _received(event: Collective | Unobserved, result: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Passes the result of a sum to those who follow it; returns it."""
-    event.received([result], scale)
-    return result
-
-
-def _nothing_sent(event: Collective | Unobserved, result: torch.Tensor) -> Done:
-    """Returns the result of a collective on tensors without elements."""
-    with event:
-        return Done(result)
-
-
 def _all_gather(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name changed in torch 2.13
-    return call(output, tensor, **kwargs)
-
-
-def _reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(output, tensor, **kwargs)
 
 
