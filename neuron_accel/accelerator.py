@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -202,7 +201,6 @@ class NeuronAccelerator(Accelerator):
         self._settle_profiling(handlers, decision.backend)
         self.is_precompiling = is_precompiling()
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
-        sys.audit("neuron_accel.rendezvous")
         super().__init__(**with_accumulation(options, os.environ))
         warn_of_unused_precision(self.mixed_precision, self.device.type)
         check_dry_precision(self.mixed_precision, decision.backend)
@@ -216,7 +214,6 @@ class NeuronAccelerator(Accelerator):
             wait_on_host(ranks)
         self._hardware = hardware_of_run(os.environ, decision)
         self.run = begin(wanted, ranks, registry, self._hardware)
-        sys.audit("neuron_accel.rendezvous")
         self._steps_at_once = self.run.data_parallel_size
         self._needs_accumulate = False  # after `keep_batch` has raised the accumulation
         self.run.backward_scale = self._backward_scale

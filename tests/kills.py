@@ -1,4 +1,4 @@
-"""Kills ranks and tools at every point of ``neuron-accel chaos``, some hundred times, and checks that nothing is lost.
+"""Kills ranks and tools at every point of tests/injector.py, some hundred times, and checks that nothing is lost.
 
     python -m tests.kills --kills 400
 
@@ -10,7 +10,7 @@ temporary file and no shared memory is left; a step that is repeated has the los
 `reshard` are killed before each of their operations on files, and run again.
 
 Ranks of these launches are forked from a process that has imported torch (tests/forked_launch.py). The last part runs
-`neuron-accel chaos -- launch --max-restarts` as it is, with workers of a data loader and restarts by the launcher.
+`neuron-accel launch --max-restarts` as it is, with workers of a data loader and restarts by the launcher.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +41,10 @@ from neuron_accel.checkpoint.state.resume import latest
 from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.checkpoint.tools.reshard import Sharding, reshard
-from neuron_accel.cli import _chaos_points
-from neuron_accel.cli._chaos_points import DONE, JOURNAL, PLAN, POINTS, VARIABLE
-from neuron_accel.cli.chaos import LEFT_SECONDS, Fault, History, read_journal
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
+from tests.faults import LEFT_SECONDS, Fault, History, make_plan, read_journal, run_command
 from tests.forked_launch import Ended, adopting, launch
+from tests.injector import DONE, POINTS, PREAMBLE, VARIABLE, FaultInjector
 from tests.soak import Leftovers
 
 RANKS = 2
@@ -100,7 +98,9 @@ class Report:
 
 
 # ---- A training that is killed ---------------------------------------------------------------------------------------
-SCRIPT = """
+SCRIPT = (
+    PREAMBLE
+    + """
 import json, sys
 
 import torch
@@ -111,7 +111,10 @@ folder, steps = sys.argv[1], float(sys.argv[2])
 given = {"plugins": ["zero1"], "workers": 1, "saves_in_background": False}
 given.update(json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})
 project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+faults.reach("rendezvous")
 accelerator = NeuronAccelerator(project_config=project, config={"plugins": given["plugins"]})
+faults.reach("rendezvous")
+faults.watch(accelerator)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
@@ -135,6 +138,7 @@ while done < steps:
             break
 accelerator.end_training()
 """
+)
 
 
 class Training:
@@ -162,12 +166,6 @@ class Training:
         words += [str(self._script), str(self.folder), str(steps), self._options]
         environ = {VARIABLE: str(chaos), "TMPDIR": str(self.temporary)}
         return launch(words, environ, Path(f"{self.folder}.output"), timeout=90)
-
-
-def make_plan(folder: Path, faults: Sequence[Fault], *, counts: bool = False) -> None:
-    folder.mkdir()
-    (folder / PLAN).write_text(json.dumps({"faults": [asdict(fault) for fault in faults], "counts": counts}))
-    (folder / JOURNAL).touch()
 
 
 def places(folder: Path, plugins: list[Any]) -> list[Fault]:
@@ -295,10 +293,10 @@ def _checkpoints(folder: Path, chaos: Path) -> list[str]:
     returned = History().follow(read_journal(chaos)).returned
     newest = latest(folder / "checkpoints")
     if newest is None:
-        return [] if returned is None else [f"there is no checkpoint, and {returned[0]} had been saved"]
+        return [] if returned is None else [f"there is no checkpoint, and {returned} had been saved"]
     problems = [f"{newest.name} is damaged: {problem}" for problem in verify(newest)]
-    if returned is not None and number_of(newest) < number_of(Path(returned[0])):
-        problems.append(f"the newest is {newest.name}, and {returned[0]} had been saved")
+    if returned is not None and number_of(newest) < number_of(Path(returned)):
+        problems.append(f"the newest is {newest.name}, and {returned} had been saved")
     return problems
 
 
@@ -336,7 +334,7 @@ def run_killed(tool: str, checkpoint: Path, output: Path, chaos: Path) -> int:
     child = os.fork()
     if child == 0:
         try:
-            _chaos_points.install(str(chaos))
+            FaultInjector(str(chaos)).watch_files(tool)
             run_tool(tool, checkpoint, output)
         except BaseException:
             traceback.print_exc()
@@ -394,42 +392,40 @@ LAUNCHED = [
     *("forward:3", "backward:4", "collective:30", "step:2", "save.write:9", "save.fsync:4", "save.rename:2"),
 ]
 """Points of the part with the launcher, in turn."""
+ONE_RANK = ("save.mkdir", "save.lock", "save.rename", "save.remove")
+"""Those that only the main process reaches."""
 
 
 def kill_launches(folder: Path, number: int, seed: int) -> Report:
-    """Runs ``neuron-accel chaos`` with a script that it does not know."""
+    """Kills ranks of a launch that restarts them, one after another."""
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    points = [word for point in LAUNCHED for word in ("--point", point)]
-    points = ["--point", "step:3", *points[: 2 * (number - 1)]]  # a checkpoint first
-    command = ["chaos", "--kills", str(number), "--seed", str(seed), "--json", *points, "--timeout", "1200", "--"]
-    command += ["launch", "--nproc-per-node", str(RANKS), "--cpu", "--quiet", "--grace", "5"]
-    command += ["--max-restarts", str(number - number // 4), str(folder / "train.py"), str(folder), str(4 * number)]
-    done = subprocess.run(
-        [sys.executable, "-m", "neuron_accel.cli.main", *command], capture_output=True, text=True, timeout=3600
-    )
-    report = Report()
-    try:
-        outcome = json.loads(done.stdout)
-    except ValueError:
-        report.problems.append(f"chaos ended with {done.returncode}: {done.stderr[-4000:]}")
-        return report
-    for fault in outcome["faults"]:
-        where = f"launch, {fault['point']}:{fault['count']} on rank {fault['rank']}"
-        if fault["at"] is None:
+    random_ = random.Random(seed)
+    places = [point.split(":") for point in ["step:3", *LAUNCHED]]  # a checkpoint first
+    faults = []
+    for index in range(number):
+        point, count = places[index % len(places)]
+        rank = None if point in ONE_RANK else random_.randrange(RANKS)
+        faults.append(Fault(point=point, count=int(count), rank=rank))
+    words = ["launch", "--nproc-per-node", str(RANKS), "--cpu", "--quiet", "--grace", "5"]
+    words += ["--max-restarts", str(number - number // 4), str(folder / "train.py"), str(folder), str(4 * number)]
+    outcome, report = run_command(words, faults, timeout=1200), Report()
+    for fault in outcome.faults:
+        where = f"launch, {fault.point}:{fault.count} on rank {fault.rank}"
+        if fault.at is None:
             report.problems.append(f"{where}: not reached")
             continue
-        report.kills[fault["at"]] += 1
-        report.named[fault["at"]] += fault["named"] == fault["rank_hit"]
-        if fault["named"] != fault["rank_hit"]:
-            report.problems.append(f"{where}: rank {fault['rank_hit']} was killed, rank {fault['named']} is named")
-        if fault["is_older"]:
+        report.kills[fault.at] += 1
+        report.named[fault.at] += fault.named == fault.rank_hit
+        if fault.named != fault.rank_hit:
+            report.problems.append(f"{where}: rank {fault.rank_hit} was killed, rank {fault.named} is named")
+        if fault.is_older:
             report.problems.append(f"{where}: an older checkpoint was resumed")
-        report.resumed += fault["resumed"] is not None
-    report.steps_lost = outcome["steps_lost"]
-    report.problems += [f"launch: {each}" for name in ("lost", "processes", "shared_memory") for each in outcome[name]]
-    if not outcome["is_good"] or done.returncode:
-        report.problems.append(f"launch: exit code {outcome['exit_code']}: {done.stderr[-2000:]}")
+        report.resumed += fault.resumed is not None
+    report.steps_lost = outcome.steps_lost
+    report.problems += [f"launch: {each}" for each in (*outcome.lost, *outcome.processes, *outcome.shared_memory)]
+    if not outcome.is_good:
+        report.problems.append(f"launch: exit code {outcome.exit_code}: {outcome.errors[-2000:]}")
     problems, report.repeated = check_losses(folder / "losses")
     report.problems += problems
     return report

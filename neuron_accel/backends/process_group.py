@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -79,10 +78,8 @@ def join(device: torch.device | str, timeout: timedelta | None, cpu_library: str
         device = _with_index(device)
         torch.cuda.set_device(device)
     with reported("connect", f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}"):
-        sys.audit("neuron_accel.rendezvous")
         library = cpu_library if device.type == "cpu" else _LIBRARIES[device.type]
         dist.init_process_group(library, timeout=timeout or DEFAULT_TIMEOUT)
-        sys.audit("neuron_accel.rendezvous")
     return _with_index(device), True  # the native neuron device must not be used before this
 
 

@@ -37,8 +37,6 @@ import types
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.5
 STARTED_FILE, ENDED_FILE, STOPPED_FILE = "started.json", "ended.json", "stopped.txt"
-CHAOS = "NEURON_ACCEL_CHAOS"
-"""Set by ``neuron-accel chaos``, see ``_chaos_points.py``."""
 
 
 def die_with(launcher_pid: int) -> None:
@@ -95,18 +93,6 @@ def _run_as_main(code: types.CodeType, **attributes: object) -> None:
     main.__dict__.update(attributes, __builtins__=builtins)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
-
-
-def install_faults(folder: str) -> None:
-    """Injects the faults of the plan in ``folder`` into this rank: see ``_chaos_points.py``, which is loaded from its
-    file, since importing the package is left to the target."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_chaos_points.py")
-    spec = importlib.util.spec_from_file_location("neuron_accel.cli._chaos_points", path)
-    if spec is None or spec.loader is None:
-        sys.exit(f"neuron-accel: {path} cannot be loaded")
-    points = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(points)
-    points.install(folder).reach("start")
 
 
 def write_error_file(error: BaseException, stack: types.TracebackType | None) -> None:
@@ -187,8 +173,6 @@ def main() -> None:
     faulthandler.enable()
     note_start()
     stopped = note_signals()
-    if folder := os.environ.get(CHAOS):
-        install_faults(folder)
     sys.argv = [target, *arguments]
     try:
         run_script(target) if kind == "script" else run_module(target)

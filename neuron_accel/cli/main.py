@@ -32,7 +32,6 @@ COMMANDS = {
     "reshard": ("neuron_accel.cli.reshard", "reshard a checkpoint for another mesh, including the optimizer"),
     "inspect": ("neuron_accel.cli.inspect", "show the contents of a checkpoint"),
     "verify": ("neuron_accel.cli.verify", "check that a checkpoint is complete and undamaged"),
-    "chaos": ("neuron_accel.cli.chaos", "kill, stop, slow or starve ranks, and see what is lost"),
 }
 """The module of each command, which is imported when the command is called, and what it does. Commands of other
 distributions are entry points."""
@@ -137,10 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(missing if package else no_command(words[0], known))
     try:
         args = parser.parse_args(words)
-        if args.command in ("consolidate", "reshard"):
-            from neuron_accel.cli import chaos
-
-            chaos.install_faults(os.environ)
         return args.run(args)
     except NeuronAccelError as error:
         show(f"neuron-accel: error: {error}", sys.stderr)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,6 @@ def begin(plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registr
     if hardware is not None and hardware.partitions is not None:
         backend.events.observe(PartitionLimit(hardware.partitions, hardware.name))
     run = Run(plan=plan, backend=backend, hardware=hardware)
-    sys.audit("neuron_accel.run")
     mesh = plan.mesh
     for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
         run.group(*axes)  # created now, in the same order on every rank

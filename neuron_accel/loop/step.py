@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -86,7 +85,6 @@ class Step:
         options: dict[str, Any],
     ) -> None:
         run = self._run
-        sys.audit("neuron_accel.backward")
         loss = run.hooks.transform("before_backward", loss, run)
         owner = run.owner(Claim.BACKWARD)
         if owner is None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -92,7 +91,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._step(closure)
 
     def _step(self, closure: Any) -> None:
-        sys.audit("neuron_accel.step")
         self._gradients_complete()
         self._stepping()
         if closure is not None or self._may_step():
@@ -108,7 +106,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._run.backend.step_boundary()
         for after_boundary in self._run.hooks["after_boundary"]:
             after_boundary(self._run)
-        sys.audit("neuron_accel.stepped", id(self))
 
     def _check_not_alone(self) -> None:
         """Checks that a step in `no_sync`, in which every rank updates its own replica, is possible.

@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from neuron_accel.checkpoint.tools.output import Output
-from neuron_accel.cli.chaos import Fault
 from neuron_accel.testing import run_ranks
 from tests import kills
 from tests.distributed.checkpoint.checkpoint_support import train_and_save
+from tests.faults import Fault
 
 
 @pytest.mark.timeout(120)

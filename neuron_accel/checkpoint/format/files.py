@@ -62,18 +62,10 @@ class Extent:
 
 class Files:
     """Operations on a local or shared POSIX file system, and on the stores of URLs. What is written to a store appears
-    as a whole or not at all, and is durable when it appears.
-
-    Args:
-        work: the kind of operation: ``"save"``, ``"consolidate"`` or ``"reshard"``.
-    """
-
-    def __init__(self, work: str = "save") -> None:
-        self._event = f"neuron_accel.{work}"
+    as a whole or not at all, and is durable when it appears."""
 
     def operation(self, name: str, path: Location) -> None:
-        """Is called before every operation, and raises an audit event. Tests override it."""
-        sys.audit(f"{self._event}.{name}", str(path))
+        """Is called before every operation. Tests override it."""
 
     def make_folder(self, path: Location) -> None:
         try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -131,7 +130,6 @@ def load(training: TrainingObjects, folder: Location, *, verify: bool = True) ->
         CheckpointError: on every rank, if the checkpoint is damaged or does not fit; nothing is changed then.
     """
     run = training.run
-    sys.audit("neuron_accel.load")
     if agreed(run, lambda: is_pretrained(folder)):
         if (main := training.main_model()) is not None:
             load_weights(main, folder, run)
@@ -143,7 +141,6 @@ def load(training: TrainingObjects, folder: Location, *, verify: bool = True) ->
     # If the number of replicas has changed, the copies are assigned to replicas in turn.
     replica = run.mesh.replica(run.backend.rank) % replicas_in(manifest)
     index = agreed(run, lambda: index_checkpoint(folder, manifest, replica=replica))
-    sys.audit("neuron_accel.load")
     with Bytes() as files:
         numbers = agreed(run, lambda: match_models(training.models, index, models_of(manifest)))
         restored = agreed(run, lambda: _restored(training, folder, manifest, files, numbers, replica))
@@ -152,8 +149,6 @@ def load(training: TrainingObjects, folder: Location, *, verify: bool = True) ->
         agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
-    sys.audit("neuron_accel.load")
-    sys.audit("neuron_accel.loaded", str(folder), manifest.generation)
     return restored.counters
 
 

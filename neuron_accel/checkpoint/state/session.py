@@ -387,14 +387,12 @@ class Checkpoints:
         destination = Destination(
             folder=folder, generation=generation, token=token, is_new=is_new, confirm=lock.confirm
         )
-        sys.audit("neuron_accel.saving", str(folder), generation)
 
         def finished() -> None:
             if keep is not None:
                 prune(folder.parent, keep, files)
             self._saved.add(folder)
             lock.release()
-            sys.audit("neuron_accel.saved", str(folder), generation)
 
         self._lock = lock
         try:

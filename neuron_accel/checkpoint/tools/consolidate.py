@@ -119,7 +119,7 @@ def consolidate(
         CheckpointError: if the checkpoint is incomplete or damaged, the output cannot be written, or another process
             writes it.
     """
-    files = files or Files("consolidate")
+    files = files or Files()
     folder = checkpoint_folder(folder)
     if isinstance(folder, Path) and not has_manifest(folder) and (found := find_foreign(folder)):
         if model:

@@ -109,7 +109,7 @@ def reshard(
     Raises:
         CheckpointError: if the checkpoint is damaged, the output is not empty, or another process writes it.
     """
-    files = files or Files("reshard")
+    files = files or Files()
     folder = checkpoint_folder(folder)
     manifest = read_manifest(folder)
     for relative, entry in manifest.files.items():

@@ -12,7 +12,12 @@ import time
 import pytest
 import torch
 
-SCRIPT = """
+from tests.faults import Fault, run_command
+from tests.injector import PREAMBLE
+
+SCRIPT = (
+    PREAMBLE
+    + """
 import json, os, pathlib, signal, sys
 import torch
 from accelerate.utils import ProjectConfiguration
@@ -21,7 +26,10 @@ from neuron_accel import NeuronAccelerator
 folder, kills = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])  # by number of the start: rank and step
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
+faults.reach("rendezvous")
 accelerator = NeuronAccelerator(project_config=project, config={"plugins": json.loads(sys.argv[3])})
+faults.reach("rendezvous")
+faults.watch(accelerator)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -51,6 +59,7 @@ if accelerator.is_main_process:
     (folder / "result.json").write_text(json.dumps(done))
 accelerator.end_training()
 """
+)
 
 
 def uninterrupted(ranks):
@@ -91,36 +100,35 @@ BY_DEFAULT = [3]
 
 
 def killed(seed):
-    """A case: plugins, ranks, and options of chaos and launch."""
+    """A case: plugins, ranks, what is killed, and options of launch."""
     random_ = random.Random(seed)
     ranks = 4 if seed % 5 == 4 else 2
     count = 2 if ranks == 4 else random_.choice([1, 2, 3])
-    points = [f"{random_.choice(ANYWHERE)}:{random_.randint(1, 5)}" for _ in range(count)]
-    chaos = [word for point in points for word in ("--point", point)]
+    faults = [
+        Fault(point=random_.choice(ANYWHERE), count=random_.randint(1, 5), rank=random_.randrange(ranks))
+        for _ in range(count)
+    ]
     launch = ["--nproc-per-node", str(ranks), "--max-restarts", str(count)]
-    return random_.choice(PLUGINS), ranks, ["--seed", str(seed), *chaos], launch
+    return random_.choice(PLUGINS), ranks, faults, launch
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=[] if n in BY_DEFAULT else [pytest.mark.slow]) for n in range(10)]
 )
-def test_a_restarted_run_ends_as_one_that_was_not_interrupted(start, tmp_path, seed):
-    plugins, ranks, chaos, launch = killed(seed)
+def test_a_restarted_run_ends_as_one_that_was_not_interrupted(tmp_path, seed):
+    plugins, ranks, faults, launch = killed(seed)
     (tmp_path / "train.py").write_text(SCRIPT)
     script = [str(tmp_path / "train.py"), str(tmp_path), "{}", json.dumps(plugins)]
-    words = [*chaos, "--json", "--timeout", "120", "--", "launch", "--cpu", "--quiet", "--grace", "5", *launch, *script]
-    code, out, err = start(*words, command="chaos").finish(timeout=150)
-    assert code == 0, err
-    outcome = json.loads(out)
-    assert outcome["is_good"]
-    assert outcome["starts"] == 1  # all of it was one launch
-    assert [fault["named"] for fault in outcome["faults"]] == [fault["rank_hit"] for fault in outcome["faults"]]
-    assert all(fault["at"] and fault["started_again"] for fault in outcome["faults"])
+    outcome = run_command(["launch", "--cpu", "--quiet", "--grace", "5", *launch, *script], faults, timeout=120)
+    assert outcome.is_good, outcome.errors
+    assert outcome.starts == 1  # all of it was one launch
+    assert [fault.named for fault in outcome.faults] == [fault.rank_hit for fault in outcome.faults]
+    assert all(fault.at and fault.started_again for fault in outcome.faults)
     result = json.loads((tmp_path / "result.json").read_text())
     weights, rate = uninterrupted(ranks)
     assert result["ranks"] == ranks
-    assert outcome["steps"] == 24 // ranks
+    assert outcome.steps == 24 // ranks
     assert result["rate"] == [pytest.approx(rate)]
     torch.testing.assert_close(torch.tensor(result["weights"]), weights, rtol=1e-4, atol=1e-5)
     expected = uninterrupted_losses(ranks)

@@ -38,7 +38,6 @@ SHOWN = {
     "reshard": ["reshard --tensor-parallel-size 2 checkpoint output"],
     "inspect": ["inspect checkpoint --all"],
     "verify": ["verify checkpoint"],
-    "chaos": ["chaos --list"],
 }
 """Commands that run in this process, by subcommand. ``test`` and ``calibrate`` start ranks, and have own tests."""
 

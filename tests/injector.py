@@ -1,16 +1,13 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Kills, stops, slows or starves a process at a named point of a run: the part of ``neuron-accel chaos`` that is in the
+"""Kills, stops, slows or starves a process at a named point of a run: the part of tests/faults.py that is in the
 process itself.
 
-The package raises audit events (PEP 578) ``neuron_accel.POINT`` where a fault may be injected, such as
-``neuron_accel.save.fsync``; without an audit hook such a call takes some 35 ns. If ``neuron-accel chaos`` has started
-the process, which :data:`VARIABLE` says, an audit hook receives them, so that no script has to be changed.
+A script begins with :data:`PREAMBLE`, calls ``faults.reach("rendezvous")`` before and after it makes its accelerator,
+and then ``faults.watch(accelerator)``. The points are events of the run (passes, collectives, steps), operations on
+files, and files that Python opens and removes.
 
 The folder that :data:`VARIABLE` names has the plan, a list of faults that are injected one after another; a file for
 each that has been injected; and the journal, a JSON object a line, of what has happened. What a process has written
-into it before it is killed is kept by the kernel.
-
-This module imports the standard library only, and is also loaded from its file, see ``_rank.py``.
+into it before it is killed is kept by the kernel. Without the variable nothing happens.
 """
 
 from __future__ import annotations
@@ -18,33 +15,43 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 VARIABLE = "NEURON_ACCEL_CHAOS"
 PLAN, JOURNAL, DONE = "plan.json", "journal.jsonl", "done_{}"
 KILL, STOP, SLOW, MEMORY, DESCRIPTORS, CPU = ACTIONS = ("kill", "stop", "slow", "memory", "descriptors", "cpu")
-PREFIX = "neuron_accel."
+PREAMBLE = f"""\
+import sys
+
+sys.path.append({str(Path(__file__).parents[1])!r})
+from tests.injector import FaultInjector
+
+faults = FaultInjector.of_environment()
+"""
+"""The first lines of a script."""
 SLOW_SECONDS = 0.05
 """How long a slowed process sleeps at each point."""
 MEMORY_LEFT = 16 << 20
 """Bytes that a process starved of memory can still map."""
 
 POINTS = {
-    "start": "a rank begins, before it runs the script",
+    "start": "a rank begins, before it imports anything",
     "rendezvous": "ranks connect: before (1) and after (2) they meet",
     "forward": "a module is about to compute, each module of a model counted",
-    "backward": "a backward pass begins, or a gradient of a parameter is complete",
-    "collective": "a collective on tensors is about to be issued",
+    "backward": "a backward pass begins, or reaches the output of a module",
+    "collective": "a collective is about to be sent",
     "step": "an optimizer is about to step",
     "worker": "a worker process of a data loader begins, or is about to load a batch",
-    "load": "a checkpoint is loaded: begins, has been checked, is done",
+    "load": "a checkpoint is loaded: its manifest, and then another file, is about to be opened; all has been read",
     "save.mkdir": "a save is about to make a folder",
     "save.lock": "a save is about to lock the folder",
     "save.open": "a save is about to create a file",
@@ -68,16 +75,8 @@ POINTS = {
     "reshard.remove": "reshard is about to remove what an earlier run has left",
 }
 """Every point and when a process reaches it."""
-RECORDED = ("run", "stepped", "saving", "saved", "loaded")
-"""Further events, which are written into the journal only."""
-
-
-def install(folder: str) -> FaultInjector:
-    """Injects the faults of the plan in ``folder`` into this process, from now until it ends: an audit hook cannot be
-    removed."""
-    injector = FaultInjector(folder)
-    sys.addaudithook(injector.audit)
-    return injector
+_CHECKPOINT = re.compile(r"(.*/checkpoint_\d+)/")
+_LOCK = ".saving.json"
 
 
 class FaultInjector:
@@ -88,7 +87,7 @@ class FaultInjector:
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self._folder, self._loading, self._opened = folder, False, dict[bool, str]()
         with open(os.path.join(folder, PLAN)) as file:
             plan = json.load(file)
         self._faults: list[dict[str, Any]] = plan["faults"]
@@ -100,11 +99,16 @@ class FaultInjector:
         self._next, self._seen = 0, 0
         self._slow_until, self._is_worker = 0.0, False
         self._steps: Counter[int] = Counter()
-        wanted = {fault["point"] for fault in self._faults}
-        self._forward, self._worker = (self._counts_points or point in wanted for point in ("forward", "worker"))
-        if self._worker:
+        if self._counts_points or any(fault["point"] == "worker" for fault in self._faults):
             os.register_at_fork(after_in_child=self._forked)
         self.write("start")
+
+    @classmethod
+    def of_environment(cls) -> FaultInjector:
+        """Returns the injector of this rank, which has begun."""
+        injector = cls(folder) if (folder := os.environ.get(VARIABLE)) else NoFaults()
+        injector.reach("start")
+        return injector
 
     def write(self, event: str, **more: object) -> None:
         """Appends a line to the journal."""
@@ -113,26 +117,72 @@ class FaultInjector:
         with contextlib.suppress(OSError):
             os.write(self._journal, f"{json.dumps(line)}\n".encode())
 
-    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """The audit hook."""
-        if not event.startswith(PREFIX):
-            return
-        name = event[len(PREFIX) :]
-        if name not in RECORDED:
-            self.reach(name)
-        elif name == "run":
-            self._watch_modules()
-        elif self._rank == 0 and not self._is_worker:
-            self._record(name, arguments)
+    # ---- what is watched ---------------------------------------------------------------------------------------------
+    def watch(self, accelerator: Any) -> None:
+        """Injects faults into what an accelerator does, from now until this process ends."""
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-    def _record(self, name: str, arguments: tuple[Any, ...]) -> None:
-        if name != "stepped":
-            self.write(name, checkpoint=list(arguments))
+        accelerator.run.events.observe(_observer(self))
+        self.watch_files("save")
+        sys.addaudithook(self._audit)  # it cannot be removed
+        register_module_forward_pre_hook(lambda module, inputs: self.reach("forward"))
+        register_module_forward_hook(lambda module, inputs, output: self._watch_backward(output))
+
+    def watch_files(self, work: str) -> None:
+        """Makes each operation on files a point, ``work.NAME``."""
+        from neuron_accel.checkpoint.format.files import Files
+
+        def operation(files: Files, name: str, path: Any) -> None:
+            if name == "lock" and not self._rank:
+                self.write("saving", checkpoint=str(path.parent))
+            self.reach(f"{work}.{name}")
+
+        Files.operation = operation  # type: ignore[method-assign]
+
+    def _watch_backward(self, output: Any) -> None:
+        if getattr(output, "requires_grad", False):
+            output.register_hook(lambda gradient: self.reach("backward"))
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Follows the files that Python opens and removes (https://docs.python.org/3/library/audit_events.html)."""
+        if event == "open" and self._loading and (found := _CHECKPOINT.match(str(arguments[0]))):
+            is_manifest = str(arguments[0]).endswith("/manifest.json")
+            is_first = is_manifest not in self._opened
+            self._opened[is_manifest] = found[1]
+            if is_first:
+                self.reach("load")
+        elif event == "os.remove" and not self._rank:
+            folder, name = os.path.split(os.fspath(arguments[0]))
+            if name == _LOCK and os.path.exists(os.path.join(folder, "manifest.json")):
+                self.write("saved", checkpoint=folder)
+
+    def begin(self, event: Any) -> None:
+        """Is called when an event of the run begins."""
+        if event.category in ("collective", "deferred"):
+            self.reach("collective")
+        elif event.category == "step" or event.name == "backward":
+            self.reach("step" if event.category == "step" else "backward")
+        elif event.name == "load_state":
+            self._loading, self._opened = True, {}
+
+    def end(self, event: Any) -> None:
+        """Is called when an event of the run ends."""
+        if event.name == "load_state":
+            self._loading = False
+        if sys.exc_info()[0] is not None:  # with an error
             return
-        before = max(self._steps.values(), default=0)
-        self._steps[arguments[0]] += 1
-        if max(self._steps.values()) > before:  # of several optimizers one is counted
-            self.write(name)
+        if event.name == "load_state" and False in self._opened:
+            self.reach("load")
+            self._record("loaded", checkpoint=self._opened[False])
+        elif event.category == "step":
+            before = max(self._steps.values(), default=0)
+            self._steps[event.arguments["optimizer"]] += 1
+            if max(self._steps.values()) > before:  # of several optimizers one is counted
+                self._record("stepped")
+
+    def _record(self, name: str, **more: object) -> None:
+        if self._rank == 0 and not self._is_worker:
+            self.write(name, **more)
 
     def reach(self, point: str) -> None:
         """Is called when this process reaches a point."""
@@ -174,14 +224,7 @@ class FaultInjector:
         except FileNotFoundError:
             return None
 
-    # ---- points that are not raised as events ------------------------------------------------------------------------
-    def _watch_modules(self) -> None:
-        if self._forward:
-            from torch.nn.modules.module import register_module_forward_pre_hook
-
-            self._forward = False
-            register_module_forward_pre_hook(lambda module, inputs: self.reach("forward"))
-
+    # ---- workers of a data loader ------------------------------------------------------------------------------------
     def _forked(self) -> None:
         """Is called in each process that this one forks: in a worker of a data loader it watches the batches."""
         frame: FrameType | None = sys._getframe()
@@ -220,6 +263,27 @@ class FaultInjector:
                 with contextlib.suppress(OSError):
                     os.sched_setaffinity(thread, {core})
                     os.setpriority(os.PRIO_PROCESS, thread, 19)
+
+
+class NoFaults(FaultInjector):
+    """The injector of a process into which nothing is injected."""
+
+    def __init__(self) -> None: ...
+
+    def reach(self, point: str) -> None: ...
+
+    def watch(self, accelerator: Any) -> None: ...
+
+
+def _observer(injector: FaultInjector) -> Any:
+    """Returns the observer of a run's events; :mod:`neuron_accel` must not be imported before the script does."""
+    from neuron_accel.contract import Observer
+
+    class Points(Observer):
+        categories = frozenset({"collective", "deferred", "step", "part", "call"})
+        begin, end = staticmethod(injector.begin), staticmethod(injector.end)
+
+    return Points()
 
 
 def _limit(kind: int, most: int) -> None:

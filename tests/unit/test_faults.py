@@ -1,4 +1,4 @@
-"""What ``neuron-accel chaos`` draws, where faults are injected, and what is read from the journal."""
+"""Where faults are injected (tests/injector.py), and what is read from the journal (tests/faults.py)."""
 
 from __future__ import annotations
 
@@ -9,104 +9,23 @@ from pathlib import Path
 import pytest
 
 import neuron_accel
-from neuron_accel.cli._chaos_points import DONE, JOURNAL, PLAN, POINTS, RECORDED, VARIABLE, FaultInjector
-from neuron_accel.cli._rank import CHAOS
-from neuron_accel.cli.chaos import Fault, History, Outcome, draw, read_journal
-from neuron_accel.cli.main import build_parser, main
+from neuron_accel.backends.events import Events
+from neuron_accel.backends.group import Group
+from tests.faults import Fault, History, Outcome, read_journal
+from tests.injector import DONE, JOURNAL, PLAN, POINTS, FaultInjector, _observer
 
 SOURCES = Path(neuron_accel.__file__).parent
 
 
-def drawn(seed, *options, ranks=4, command="launch", points=()):
-    args = build_parser().parse_args(["chaos", *options, "--", command, "x"])
-    return draw(seed, args, command, points, ranks)
-
-
-# ---- points ----------------------------------------------------------------------------------------------------------
-def test_every_event_of_the_package_is_a_point_or_recorded_and_every_point_is_raised_somewhere():
+def test_every_operation_on_files_is_a_point():
     text = "\n".join(path.read_text() for path in SOURCES.rglob("*.py"))
-    raised = set(re.findall(r'sys\.audit\("neuron_accel\.(\w+)"', text))
     operations = set(re.findall(r'\.operation\("(\w+)"', text))
-    works = set(re.findall(r'Files\("(\w+)"\)', text)) | {"save"}
-    observed = {"start", "forward", "worker"}  # by what starts a rank, a hook of modules, and a worker itself
-    points = {point for point in POINTS if "." not in point}
-    assert points == (raised - set(RECORDED)) | observed
-    assert raised >= set(RECORDED)
-    assert {point for point in POINTS if "." in point} == {f"{w}.{o}" for w in works for o in operations}
+    works = ("save", "consolidate", "reshard")
+    assert {point for point in POINTS if "." in point} == {f"{work}.{name}" for work in works for name in operations}
 
 
-def test_a_rank_and_the_command_mean_the_same_variable():
-    assert CHAOS == VARIABLE
-
-
-def test_the_list(capsys):
-    assert main(["chaos", "--list"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"\n{point} " in shown for point in POINTS)
-
-
-# ---- drawing ---------------------------------------------------------------------------------------------------------
-def test_faults_depend_on_the_seed_alone():
-    assert drawn(3, "--kills", "20") == drawn(3, "--kills", "20")
-    assert drawn(3, "--kills", "20") != drawn(4, "--kills", "20")
-
-
-def test_every_point_of_a_training_is_drawn_but_those_that_it_may_not_have():
-    found = {fault.point for seed in range(60) for fault in drawn(seed, "--kills", "6")}
-    tools = {point for point in POINTS if point.startswith(("consolidate", "reshard"))}
-    assert found == POINTS.keys() - tools - {"worker", "save.remove"}
-    assert "load" not in {drawn(seed)[0].point for seed in range(60)}  # nothing has been saved
-    alone = {fault.point for seed in range(60) for fault in drawn(seed, "--kills", "6", ranks=1)}
-    assert found - alone == {"rendezvous", "collective"}
-
-
-def test_counts_and_ranks_are_within_their_limits():
-    faults = [fault for seed in range(60) for fault in drawn(seed, "--kills", "6", "--within", "20")]
-    assert {fault.count for fault in faults if fault.point == "forward"} >= {1, 2, 20}
-    assert max(fault.count for fault in faults) == 20
-    assert {fault.count for fault in faults if fault.point == "start"} == {1}
-    assert {fault.rank for fault in faults} == {None, 0, 1, 2, 3}
-    assert {fault.rank for fault in faults if fault.point == "save.rename"} == {None}  # one rank renames
-    assert {fault.rank for fault in drawn(0, "--kills", "9", "--rank", "2")} == {2}
-    assert {fault.rank for fault in drawn(0, "--kills", "9", ranks=None)} == {None}
-
-
-def test_points_and_actions_that_are_given_are_taken_in_turn():
-    faults = drawn(0, "--kills", "3", "--action", "stop", points=[("save", 4), ("step", None)])
-    assert [fault.point for fault in faults] == ["save", "step", "save"]
-    assert (faults[0].count, faults[2].count) == (4, 4)
-    assert {fault.action for fault in faults} == {"stop"}
-    assert len(drawn(0, points=[("save", 4), ("step", None)])) == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("chaos", "A command is missing."),
-        ("chaos -- env", "Faults cannot be injected into 'env'."),
-        ("chaos --point saves -- launch t.py", "There is no point 'saves'."),
-        ("chaos --point save:0 -- launch t.py", "'0' is not a count."),
-        ("chaos --point save:x -- launch t.py", "'x' is not a count."),
-        ("chaos --point consolidate.write -- launch t.py", "launch does not reach point 'consolidate.write'."),
-        ("chaos --point step -- consolidate a b", "consolidate does not reach point 'step'."),
-    ],
-)
-def test_what_faults_cannot_be_injected_into_is_said_before_anything_is_started(words, message, capsys):
-    assert main(words.split()) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--kills 0", "--repeat x", "--within -1"])
-def test_numbers_are_positive(option, capsys):
-    with pytest.raises(SystemExit):
-        main(["chaos", *option.split(), "--", "launch", "t.py"])
-    assert "is not a positive number" in capsys.readouterr().err
-
-
-def test_wrong_usage_of_the_command_is_answered_by_it(capsys):
-    with pytest.raises(SystemExit):
-        main(["chaos", "--", "launch", "--nproc-per-nod", "2", "t.py"])
-    assert "unknown option --nproc-per-nod; did you mean --nproc-per-node?" in capsys.readouterr().err
+def test_the_product_raises_no_audit_events():
+    assert not [path for path in SOURCES.rglob("*.py") if "sys.audit" in path.read_text()]
 
 
 # ---- where faults are injected ---------------------------------------------------------------------------------------
@@ -131,21 +50,57 @@ def injected_at(folder):
     return [(line["number"], line["point"], line["rank"]) for line in read_journal(folder) if line["event"] == "fault"]
 
 
-def test_a_fault_is_injected_at_the_nth_time_once(injector, tmp_path):
-    process = injector({"count": 3})
+def test_a_fault_is_injected_at_the_nth_event_once(injector, tmp_path):
+    process, events = injector({"count": 3}), Events()
+    events.observe(_observer(process))
     for _ in range(6):
-        process.audit("neuron_accel.step", ())
-        process.audit("neuron_accel.collective", ("all_reduce",))
-        process.audit("open", ("file",))
-        reached = injected_at(tmp_path)
+        with events.open("backward", "part"), events.collective("all_reduce", Group((0, 1), 0, ((0, 1),), "dp")):
+            pass
+        with events.open("optimizer step", "step", part="optimizer", optimizer=1):
+            reached = injected_at(tmp_path)
     assert reached == [(0, "step", 0)]
     assert (tmp_path / DONE.format(0)).exists()
+    assert [line["event"] for line in read_journal(tmp_path)].count("stepped") == 6
+
+
+def test_a_step_that_fails_is_not_one(injector, tmp_path):
+    process, events = injector({"point": "load"}), Events()
+    events.observe(_observer(process))
+    with pytest.raises(ValueError), events.open("optimizer step", "step", optimizer=1):
+        raise ValueError
+    assert "stepped" not in [line["event"] for line in read_journal(tmp_path)]
+
+
+def test_files_that_a_load_opens_are_points(injector, tmp_path):
+    process, events = injector({"point": "load", "count": 2}), Events()
+    events.observe(_observer(process))
+    checkpoint = tmp_path / "checkpoint_3"
+    with events.open("load_state", "call"):
+        process._audit("open", (str(tmp_path / "checkpoint_4/manifest.json"), "r", 0))  # incomplete
+        process._audit("open", (str(checkpoint / "manifest.json"), "r", 0))
+        process._audit("open", (b"other", "r", 0))
+        assert injected_at(tmp_path) == []
+        process._audit("open", (checkpoint / "model" / "a.safetensors", "rb", 0))
+        assert injected_at(tmp_path) == [(0, "load", 0)]
+    process._audit("open", (str(checkpoint / "manifest.json"), "r", 0))
+    loaded = [line for line in read_journal(tmp_path) if line["event"] == "loaded"]
+    assert [line["checkpoint"] for line in loaded] == [str(checkpoint)]
+
+
+def test_a_save_has_returned_when_its_lock_is_removed(injector, tmp_path):
+    process = injector({"point": "load"})
+    process._audit("os.remove", (tmp_path / ".saving.json", -1))  # it has failed
+    (tmp_path / "manifest.json").touch()
+    process._audit("os.remove", (tmp_path / "manifest.json", -1))
+    process._audit("os.remove", (tmp_path / ".saving.json", -1))
+    saved = [line for line in read_journal(tmp_path) if line["event"] == "saved"]
+    assert [line["checkpoint"] for line in saved] == [str(tmp_path)]
 
 
 def test_a_part_of_a_name_means_all_its_points(injector, tmp_path):
     process = injector({"point": "save", "count": 2})
-    for name in ("saves", "saving", "saved", "save.open", "save.write", "save.fsync"):
-        process.audit(f"neuron_accel.{name}", ("folder", 0))
+    for name in ("saves", "save.open", "save.write", "save.fsync"):
+        process.reach(name)
     assert injected_at(tmp_path) == [(0, "save.write", 0)]
 
 
@@ -205,7 +160,7 @@ def journal(*events):
         if name == "fault":
             line |= {"number": what[0], "point": "step", "rank": 1}
         elif what:
-            line["checkpoint"] = [f"c/{what[0]}", 0]
+            line["checkpoint"] = f"c/{what[0]}"
         lines.append(line)
     return lines
 
@@ -278,13 +233,3 @@ def test_what_is_not_good(wrong):
     assert not Outcome(**{**good, **wrong}).is_good
     older = Fault(point="step", count=1, rank=1, is_older=True)
     assert not Outcome(**{**good, "faults": [older]}).is_good
-
-
-@pytest.mark.parametrize("columns", [60, 81, 84, 200])
-def test_the_usage_says_where_the_command_is_written(capsys, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit):
-        main(["chaos", "--help"])
-    usage = capsys.readouterr().out.partition("\n\n")[0]
-    assert usage.endswith("-- COMMAND ...")
-    assert all(len(line) <= columns for line in usage.splitlines())
