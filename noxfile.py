@@ -36,7 +36,12 @@ PACKAGES = sorted(path.parent.name for path in Path("plugins").glob("*/pyproject
 PACKAGE_FOLDERS = [f"./plugins/{package}" for package in PACKAGES]
 PACKAGE_TESTS = [f"plugins/{package}/tests" for package in PACKAGES]
 GUARDS = "./plugins/neuron-accel-guards"
-BESIDE = {"neuron-accel-expert-parallel": ["neuron-accel-lora"]}
+EMULATION = "./plugins/neuron-accel-emulation"
+FOLDERS_ON_XLA = [f"{EMULATION}[xla]", *(folder for folder in PACKAGE_FOLDERS if folder != EMULATION)]
+BESIDE = {
+    "neuron-accel-expert-parallel": ["neuron-accel-emulation", "neuron-accel-lora"],
+    "neuron-accel-report": ["neuron-accel-emulation"],
+}
 """Further packages with which the tests of one combine it."""
 
 PYTEST = ["python", "-m", "pytest", "-c", "pyproject.toml", "-p", "tests.tiers", "--durations=10", "--durations-min=1"]
@@ -61,6 +66,7 @@ ON_TORCH_2_9 = [
     "tests/conformance_kit/test_kit.py::test_on_xla_ranks",
     "tests/docs/test_guides.py::test_what_a_guide_shows_of_torch_xla_runs",
     "plugins/neuron-accel-context-parallel/tests/test_cp_xla.py::test_a_step_is_one_graph_on_every_rank",
+    "plugins/neuron-accel-emulation/tests",
     "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_trains_like_one_process_on_xla[ep2]",
     "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_a_step_is_one_graph_on_every_rank",
     "plugins/neuron-accel-guards/tests/test_guards_xla.py",
@@ -94,7 +100,7 @@ def xla(session: nox.Session) -> None:
     """The first tier on torch 2.9 with torch_xla (the line of Trn1): real XLA ranks, an emulated Neuron device where
     there is a C compiler, and that the CPU stays the default there; nox -s xla -- --tier full: both tiers, and the unit
     tests."""
-    install(session, ".[emulation,test]", *PACKAGE_FOLDERS)
+    install(session, ".[xla,test]", *FOLDERS_ON_XLA)
     tier = tier_of(session)
     if tier is None:
         session.run(*PYTEST, *session.posargs)
@@ -139,10 +145,10 @@ def tiers(session: nox.Session) -> None:
         session.error("what is executed can be recorded from Python 3.12 on: nox -s tiers --force-python 3.12")
     folders = []
     for name, requirement, paths in (
-        ("native", [NATIVE_TORCH, ".[test]"], ["tests", *PACKAGE_TESTS]),
-        ("xla", [".[emulation,test]"], ["tests/unit", *ON_TORCH_2_9]),
+        ("native", [NATIVE_TORCH, ".[test]", *PACKAGE_FOLDERS], ["tests", *PACKAGE_TESTS]),
+        ("xla", [".[xla,test]", *FOLDERS_ON_XLA], ["tests/unit", *ON_TORCH_2_9]),
     ):
-        install(session, *requirement, *PACKAGE_FOLDERS)
+        install(session, *requirement)
         show = "import sysconfig; print(sysconfig.get_path('purelib'))"
         packages = str(session.run("python", "-c", show, silent=True)).strip()
         imported = f"sys.path.append({str(Path.cwd())!r}); import tests.line_recorder as r; r.record_this_process()"
@@ -237,7 +243,7 @@ def families(session: nox.Session) -> None:
 @nox.session(default=False)
 def families_graphs(session: nox.Session) -> None:
     """The graphs of a step of every causal family on XLA, checked for Trainium; writes docs/supported_models.md."""
-    install(session, ".[xla,test]")
+    install(session, ".[xla,test]", EMULATION)
     sweep = ["python", "-m", "tests.sweeps.families", "--layouts", "graphs of zero1"]
     session.run(*sweep, *(session.posargs or ["--write", "docs/supported_models.md"]))
 

@@ -28,11 +28,23 @@ TRANSPORTS = "neuron_accel.transports"
 """Group of entry points of packages that connect CPU ranks: the name of a backend of torch.distributed, and the module
 whose import registers it. Its reduce-scatters sum in the order of the ranks, bfloat16 and float16 in float32."""
 
+TEST_DEVICES = "neuron_accel.test_devices"
+"""Group of entry points of kinds of ranks for tests (``testing/devices.py``); the name is a ``backend`` of
+``run_ranks``."""
+
+GRAPH_CHECKS = "neuron_accel.graph_checks"
+"""Group of entry points of modules that check the graphs of a training (``cli/precompile.py``), with
+``run(args, script, launch_options)``, which returns the exit code."""
+
 NAMES = "names"
 """No group of entry points: names that ``neuron_accel`` once had itself."""
 
 PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-context-parallel": {PLUGINS: ("context_parallel",)},
+    "neuron-accel-emulation": {
+        TEST_DEVICES: ("native", "native-p2p", "neuron"),
+        GRAPH_CHECKS: ("neuron",),
+    },
     "neuron-accel-expert-parallel": {PLUGINS: ("expert_parallel",)},
     "neuron-accel-guards": {
         PLUGINS: ("desync_guard", "finite_guard", "recompile_guard", "replica_check", "sum_check"),

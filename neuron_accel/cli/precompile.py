@@ -12,10 +12,11 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from neuron_accel.cli import check_graphs, launch
+from neuron_accel.cli import launch
 from neuron_accel.cli.host import read_mounts
 from neuron_accel.cli.parser import Parser, naming_options
 from neuron_accel.cli.terminal import format_command, format_pairs, show, table_width
+from neuron_accel.doors import GRAPH_CHECKS, entry_points, how_to_install, not_installed
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import URL_VARIABLE, CompileCache, location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions
@@ -54,6 +55,8 @@ examples:
 """
 
 COMMANDS = ("collect", "compile", "clean", "clear-locks", "analyze")
+CHECKED_STEPS = 3
+CHECK_S = 1800.0
 _NEEDS_SCRIPT = (None, "collect", "analyze")
 
 
@@ -92,15 +95,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--analyze-output", metavar="DIR", help="analyze: folder for the report")
     parser.add_argument("--analyze-verbosity", type=int, choices=(1, 2), help="analyze: verbosity of the report")
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
-    check_graphs.add_arguments(parser)
+    _add_check(parser)
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the training command")
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    check = parser.add_argument_group("checking (--check)")
+    check.add_argument(
+        "--check",
+        action="store_true",
+        help="run a few steps on CPU ranks of torch_xla, without compiling for Trainium, and report what the compiler "
+        "or the instance will reject",
+    )
+    check.add_argument("--instance", metavar="TYPE", help="instance type to check for, such as trn1.32xlarge")
+    check.add_argument("--lnc", type=int, choices=(1, 2), help="physical cores per logical core (trn2, trn3)")
+    check.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps to run (default: {CHECKED_STEPS})")
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help=f"time after which ranks are killed (default: {CHECK_S:g})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Replaces this process by the tool, with its exit code and signals; with ``--check``, checks graphs instead."""
     if args.check:
-        return check_graphs.run(args, _script(args))
-    check_graphs.refuse_without_check(args)
+        return _check(args)
+    given = [name for name in ("instance", "lnc", "steps", "json", "timeout") if getattr(args, name)]
+    if given:
+        raise ConfigurationError(
+            f"--{given[0]} has no effect without --check.", where=f"--{given[0]}", fix="add --check"
+        )
     tool = shutil.which(TOOL)
     plan = plan_precompile(args, os.environ, tool, mounts=read_mounts(), host=socket.gethostname())
     print(plan.explain(table_width()), flush=True)
@@ -112,6 +136,23 @@ def run(args: argparse.Namespace) -> int:
     environ = {**os.environ, **{setting.name: setting.value for setting in plan.settings}}
     plan.cache.check_writable(environ)
     return os.execvpe(plan.words[0], plan.words, environ)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Checks graphs with what an installed package offers for it.
+
+    Raises:
+        ConfigurationError: if none does.
+    """
+    script = _script(args)
+    checks = entry_points(GRAPH_CHECKS)
+    if not checks:
+        (package,) = not_installed(GRAPH_CHECKS)
+        raise ConfigurationError(
+            "Checking graphs is in a package of its own.", where="--check", fix=how_to_install(package)
+        )
+    args.steps, args.timeout = args.steps or CHECKED_STEPS, args.timeout or CHECK_S
+    return checks[0].load().run(args, script, _launch_options)
 
 
 def plan_precompile(
@@ -201,10 +242,15 @@ def _launched_with(script: Sequence[str]) -> argparse.Namespace | None:
             continue
         as_module = index > 0 and script[index - 1] == "-m" and first == "neuron_accel.cli.main"
         if as_module or os.path.basename(first) == "neuron-accel":
-            parser = Parser(prog="neuron-accel launch")
-            launch.add_arguments(parser)
-            return parser.parse_args(list(script[index + 2 :]))
+            return _launch_options(script[index + 2 :])
     return None
+
+
+def _launch_options(words: Sequence[str]) -> argparse.Namespace:
+    """The options of ``neuron-accel launch``."""
+    parser = Parser(prog="neuron-accel launch")
+    launch.add_arguments(parser)
+    return parser.parse_args(list(words))
 
 
 def _script(args: argparse.Namespace) -> list[str]:

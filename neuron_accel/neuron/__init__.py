@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support for AWS Trainium: instances, compiler flags, the compile cache, environment variables, checks of graphs.
+"""Support for AWS Trainium: instances, compiler flags, the compile cache, environment variables.
 
 These modules import neither torch nor torch_xla nor the Neuron packages, and work on any machine.
 """

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public helpers for testing strategies, and models with strategies.
 
-- :func:`run_ranks` calls a function on several ranks of this machine: with gloo, with torch_xla on the CPU, or on an
-  emulated Neuron device (:func:`emulated_instance`).
+- :func:`run_ranks` calls a function on several ranks of this machine: with gloo, with torch_xla on the CPU, or on what
+  other packages add (:mod:`~neuron_accel.testing.devices`).
 - :func:`assert_parallel_equivalence` compares training a model with plugins to training it in one process.
-- :func:`check_graphs` checks the graphs of a training against the limits of the Neuron compiler and an instance.
 - :class:`PluginConformance` is a pytest class that checks whether a plugin follows the contract.
 
-Names are imported when they are first used: only :class:`PluginConformance` needs pytest.
+``emulated_instance``, ``EmulatedInstance`` and ``check_graphs`` are in the package neuron-accel-emulation; where it is
+installed, they can be imported from here. Names are imported when they are first used: only :class:`PluginConformance`
+needs pytest.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from neuron_accel_emulation import EmulatedInstance as EmulatedInstance
+    from neuron_accel_emulation import check_graphs as check_graphs
+    from neuron_accel_emulation import emulated_instance as emulated_instance
+
     from neuron_accel.testing.conformance import PluginConformance as PluginConformance
-    from neuron_accel.testing.graphs import check_graphs as check_graphs
-    from neuron_accel.testing.neuron_ranks import EmulatedInstance as EmulatedInstance
-    from neuron_accel.testing.neuron_ranks import emulated_instance as emulated_instance
     from neuron_accel.testing.parity import Tolerance as Tolerance
     from neuron_accel.testing.parity import Trace as Trace
     from neuron_accel.testing.parity import Training as Training
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from neuron_accel.testing.xla_ranks import one_at_a_time as one_at_a_time
 
 _WHERE = {
-    "EmulatedInstance": "neuron_ranks",
     "PeakMemory": "resources",
     "PluginConformance": "conformance",
     "RankExit": "rank_errors",
@@ -47,14 +48,15 @@ _WHERE = {
     "Training": "parity",
     "assert_parallel_equivalence": "parity",
     "bytes_sent": "resources",
-    "check_graphs": "graphs",
     "compare": "parity",
-    "emulated_instance": "neuron_ranks",
     "one_at_a_time": "xla_ranks",
     "run_ranks": "ranks",
     "train_alone": "parity",
     "train_on_rank": "parity",
 }
+
+_MOVED = ("EmulatedInstance", "check_graphs", "emulated_instance", "native_ranks")
+"""Names of the package neuron-accel-emulation."""
 
 __all__ = list(_WHERE)
 
@@ -62,6 +64,10 @@ __all__ = list(_WHERE)
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    if name in _MOVED:
+        from neuron_accel.doors import moved
+
+        return moved(name, __name__, "neuron-accel-emulation")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

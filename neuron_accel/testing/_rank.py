@@ -36,6 +36,7 @@ class RankTask:
         folder: folder for the rendezvous and for the output of ranks.
         environ: the full environment of the rank.
         timeout: seconds after which the caller ends the rank.
+        device: a :class:`~neuron_accel.testing.devices.RankDevice` of another package; None: a device of torch.
         full_exit: whether the rank ends as the interpreter does: waits for threads, runs ``atexit`` handlers, and
             finalises.
     """
@@ -47,6 +48,7 @@ class RankTask:
     folder: str
     environ: dict[str, str]
     timeout: float
+    device: Any = None
     full_exit: bool = False
 
     @property
@@ -146,10 +148,8 @@ def _connect(task: RankTask) -> None:
     torch.set_num_threads(1)
     if task.backend is None:
         return
-    if task.backend == "neuron":
-        from neuron_accel.testing import native_ranks
-
-        native_ranks.enter(Path(task.folder))
+    if task.device is not None:
+        task.device.enter(Path(task.folder))
     if task.backend == "cuda":
         from neuron_accel.testing import cuda_ranks
 

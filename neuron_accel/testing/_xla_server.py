@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process from which XLA ranks are forked: ``python -m neuron_accel.testing._xla_server``.
 
-:mod:`neuron_accel.testing._neuron_server` does the same for ranks of an emulated Neuron device.
+Packages that add ranks of torch_xla on another device call :func:`serve` with a module of their own.
 
 It imports the modules that ranks need, and initialises no device. For each line of its input, the path of a folder with
 a task, it forks a process, prints ``pid N``, and ``exit CODE`` when that process has ended. It ends at the end of its

@@ -21,16 +21,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from neuron_accel.doors import TEST_DEVICES, entry_points, how_to_install, offered_by
 from neuron_accel.errors import UsageError
-from neuron_accel.testing import _rank, native_ranks
+from neuron_accel.testing import _rank
 from neuron_accel.testing._call import free_port, pickle_call
+from neuron_accel.testing.devices import RankDevice, RankMachine
 from neuron_accel.testing.rank_errors import RankExit, RanksError, RankTimeout
-
-NATIVE = {
-    "native": native_ranks.StandIn(),
-    "native-p2p": native_ranks.StandIn(send_receive=True),
-}
-"""Backends with a stand-in for the native Neuron device, and its options."""
 
 _logger = logging.getLogger(__name__)
 
@@ -65,13 +61,13 @@ def run_ranks(
             ``NEURON_ACCEL_TIMEOUT_FACTOR`` multiplies it, for machines that are slow or busy.
         grace: seconds after the first failure until the other ranks are ended.
         env: additional environment variables for the ranks.
-        backend: ``"gloo"``; None for ranks without a process group; ``"native"`` for ranks with a stand-in for the
-            native Neuron device, ``"native-p2p"`` for one that can send and receive (see
-            :mod:`neuron_accel.testing.native_ranks`); ``"xla"`` for ranks of torch_xla on the CPU, which are threads of
-            one process (see :mod:`neuron_accel.testing.xla_ranks`) and share its environment; ``"cuda"`` for ranks with
-            GPUs, which they share if they are more (see :mod:`neuron_accel.testing.cuda_ranks`);
-            ``"neuron"`` for ranks of torch_xla on an emulated Neuron device, which are processes without a process
-            group (see :mod:`neuron_accel.testing.neuron_ranks`).
+        backend: ``"gloo"``; None for ranks without a process group; ``"xla"`` for ranks of torch_xla on the CPU, which
+            are threads of one process (see :mod:`neuron_accel.testing.xla_ranks`) and share its environment; ``"cuda"``
+            for ranks with GPUs, which they share if they are more (see :mod:`neuron_accel.testing.cuda_ranks`). With
+            the package neuron-accel-emulation also ``"native"`` for ranks with a stand-in for the native Neuron device,
+            ``"native-p2p"`` for one that can send and receive, and ``"neuron"`` for ranks of torch_xla on an emulated
+            Neuron device, which are processes without a process group. Other packages may add to these
+            (:mod:`neuron_accel.testing.devices`).
         full_exit: whether ranks end as the interpreter does (waiting for threads, ``atexit``, finalisation); a rank
             that does not end within ``grace`` seconds, or not with exit code 0, has failed. Only for gloo, the native
             stand-in and None.
@@ -97,31 +93,23 @@ def run_ranks(
         from neuron_accel.testing.xla_ranks import run_xla_ranks
 
         return run_xla_ranks(call, n, timeout=timeout, grace=grace, env=env or {}, main=main)
-    if backend == "neuron":
-        from neuron_accel.testing.neuron_ranks import emulated_instance
-
-        with emulated_instance(cores=n) as machine:
-            return machine.run(fn, n, *args, timeout=timeout, grace=grace, env=env, **kwargs)
+    device = None if backend in ("gloo", "cuda", None) else _find(backend)
+    if isinstance(device, RankMachine):
+        return device.run(fn, n, *args, timeout=timeout, grace=grace, env=env, **kwargs)
     if backend == "cuda":
         _check_cuda()
-    if backend not in ("gloo", "cuda", None, *NATIVE):
-        raise UsageError(
-            f"{backend!r} is not a backend of run_ranks.",
-            fix='use "gloo", "native", "native-p2p", "cuda", "xla", "neuron", or None for no process group',
-        )
     with tempfile.TemporaryDirectory(prefix=f"neuron-accel-ranks-{os.getpid()}-", ignore_cleanup_errors=True) as folder:
-        port, native = free_port(), backend in NATIVE
-        if native:
-            native_ranks.write_package(Path(folder))
-        more = {**(NATIVE[backend].environ() if native else {}), **(env or {})}  # type: ignore[index]
+        port = free_port()
+        more = {**(device.prepare(Path(folder)) if device else {}), **(env or {})}
         tasks = [
             _rank.RankTask(
                 rank=rank,
                 size=n,
                 call=call,
-                backend="neuron" if native else backend,
+                backend=device.library if device else backend,
+                device=device,
                 folder=folder,
-                environ=_environment(rank, n, port, more, on_cpu=not native and backend != "cuda"),
+                environ=_environment(rank, n, port, more, on_cpu=device is None and backend != "cuda"),
                 timeout=timeout,
                 full_exit=full_exit,
             )
@@ -259,6 +247,24 @@ class _Ranks:
             process.close()
         for connection in self.connections:
             connection.close()
+
+
+def _find(backend: str) -> RankDevice | RankMachine:
+    """The :class:`RankDevice` or :class:`RankMachine` that another package has added.
+
+    Raises:
+        UsageError: if none has.
+    """
+    devices = {point.name: point for point in entry_points(TEST_DEVICES)}
+    if backend in devices:
+        return devices[backend].load()
+    package = offered_by(TEST_DEVICES, backend)
+    names = ", ".join(f'"{name}"' for name in ("gloo", "xla", "cuda", *devices))
+    raise UsageError(
+        f"{backend!r} is not a backend of run_ranks{' here' if package else ''}.",
+        why=f"it is in a package of its own, {package}, which is not installed" if package else None,
+        fix=how_to_install(package) if package else f"use {names}, or None for no process group",
+    )
 
 
 def _check_cuda() -> None:

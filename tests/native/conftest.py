@@ -1,4 +1,5 @@
-"""Nothing here runs where torch is too old for a device that is made in Python, but the reason is shown.
+"""Nothing here runs where torch is too old for a device that is made in Python, but the reason is shown; nothing is
+collected without the package that has this device, neuron-accel-emulation.
 
 Every test here runs on the stand-in for the native Neuron device, and is marked so (``pytest -m native``).
 """
@@ -7,6 +8,11 @@ from __future__ import annotations
 
 import pytest
 from torch.utils import backend_registration
+
+from tests.guests import is_installed
+
+if not is_installed("neuron-accel-emulation"):
+    collect_ignore_glob = ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items):

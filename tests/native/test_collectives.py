@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from neuron_accel_emulation import StandIn, native_ranks
 
-from neuron_accel.testing import native_ranks, run_ranks
-from neuron_accel.testing.native_ranks import StandIn
+from neuron_accel.testing import run_ranks
 from tests.distributed.backends.test_collectives import MOVED, SUMMED, connect, moves, same, sums
 
 STRICT = StandIn(integers=False).environ()  # no integer is ever added by the device

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from neuron_accel.testing import emulated_instance
+from neuron_accel_emulation import emulated_instance
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt2_xl_zero1" / "train.py"
 NEURON_ACCEL = [sys.executable, "-m", "neuron_accel.cli.main"]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from neuron_accel_emulation import emulated_instance
+from neuron_accel_emulation._parallel_compile import main as parallel_compile
 
-from neuron_accel.testing._parallel_compile import main as parallel_compile
-from neuron_accel.testing.neuron_ranks import emulated_instance
 from tests.neuron.programs import finetune
 
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}

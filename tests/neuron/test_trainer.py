@@ -7,8 +7,8 @@ import pickle
 from pathlib import Path
 
 import pytest
+from neuron_accel_emulation import emulated_instance
 
-from neuron_accel.testing import emulated_instance
 from tests.distributed.trainer.trainer_support import Texts, accuracy, model, options
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "gradient_accumulation_steps": 1}

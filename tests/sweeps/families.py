@@ -18,7 +18,7 @@ import torch
 
 from neuron_accel.models import architecture_of
 from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
-from neuron_accel.testing import check_graphs, run_ranks
+from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Tolerance, Trace, Training, compare, train_alone, train_on_rank
 from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_model
 
@@ -109,6 +109,8 @@ def _build_static(model_type: str) -> torch.nn.Module:
 
 def _findings(model_type: str, layout: str) -> str:
     """What a check of the graphs of three steps finds. Reading the loss after each step is the sweep's own doing."""
+    from neuron_accel_emulation import check_graphs
+
     build = functools.partial(_build_static, model_type)
     ranks, plugins = GRAPHS[layout]
     configuration = {"plugins": plugins, "backend": "xla"}

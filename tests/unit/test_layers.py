@@ -72,7 +72,6 @@ MAY_IMPORT = {
         "loop",
         "strategies",
         "checkpoint",
-        "neuron",
         "engine",
         "backends",
         "doors",
@@ -174,9 +173,9 @@ def test_the_engine_imports_neither_accelerate_nor_torch_xla_nor_transformers():
     assert not files_with(found)
 
 
-def test_torch_xla_is_imported_only_by_functions_of_backends_and_of_ranks_on_an_emulated_device():
+def test_torch_xla_is_imported_only_by_functions_of_backends():
     def wrong(path: Path, item: Import) -> bool:
-        may = (PACKAGE / "backends") in path.parents or path == PACKAGE / "testing" / "_neuron_process.py"
+        may = (PACKAGE / "backends") in path.parents
         return below(item.module, {"torch_xla"}) and not (item.typing or (may and item.lazy))
 
     found = {

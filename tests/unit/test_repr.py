@@ -7,7 +7,6 @@ import enum
 import inspect
 import re
 import typing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -155,7 +154,6 @@ def objects(tmp_path_factory) -> list[object]:
         contract.BlockwiseAttention(None),
         contract.StatePiece(record=records[0], parameter=parameter, start=0, stop=8, group=0),
         contract.WithProductHooks(),
-        testing.EmulatedInstance(folder=Path("somewhere"), cores=2, environ={"SECRET": "value"}),
         testing.PeakMemory(),
         testing.RankExit(1),
         testing.RankTimeout("slow"),
@@ -187,8 +185,6 @@ def documented(tmp_path_factory) -> dict[str, object]:
     """What public methods return, and instances of other classes of the reference, by the beginning of their repr."""
     from transformers import LlamaConfig
 
-    from neuron_accel.neuron.graph_report import GraphReport
-
     accelerator = NeuronAccelerator(cpu=True, plugins=[Zero1Plugin()])
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -204,7 +200,6 @@ def documented(tmp_path_factory) -> dict[str, object]:
         "<DataLoaderShard of a Tensor>": loader,
         "<LayoutCount: LlamaForCausalLM, dp 2, rank 0; <StepCount: peak ": counted,
         "<Interruption: watches 'notice'>": interruption,
-        "<GraphReport: 0 graphs of 2 ranks; 0 errors, 0 warnings>": GraphReport(2, (), ()),
         "<Traffic: 0 bytes sent": traffic,
         "nothing to resume": accelerator.load_state(str(tmp_path_factory.mktemp("empty")), resume="latest"),
     }

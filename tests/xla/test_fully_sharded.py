@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from neuron_accel.backends.events import Observer
-from neuron_accel.neuron.hlo import parse_module
-from neuron_accel.neuron.hlo_memory import live_bytes
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import Training, assert_parallel_equivalence
 from neuron_accel.testing.xla_ranks import one_at_a_time
@@ -126,8 +124,16 @@ def found(name, blocks):
     return run_ranks(steps, 4 if name == "near" else 2, plugins[name], blocks, make, backend="xla", timeout=110)
 
 
+def parsed(graph):
+    return pytest.importorskip("neuron_accel_emulation.hlo").parse_module(graph)
+
+
+def peak(graph):
+    return pytest.importorskip("neuron_accel_emulation.hlo_memory").live_bytes(parsed(graph)).peak
+
+
 def counted(name, blocks):
-    module = parse_module(found(name, blocks)[0]["graph"])
+    module = parsed(found(name, blocks)[0]["graph"])
     count = Counter(instruction.opcode for instruction in module.entry.instructions)
     return count["all-gather"], count["reduce-scatter"], count["opt-barrier"]
 
@@ -146,7 +152,7 @@ def test_what_does_not_train_is_gathered_again_for_the_backward_pass():
         # of each block the projections and the others, in both passes, and those of no block
         assert counted("frozen", blocks)[:2] == (4 * blocks + 1, blocks)
     (two, _), (four, _) = found("frozen", 2), found("frozen", 4)
-    peaks = [live_bytes(parse_module(result["graph"])).peak for result in (two, four)]
+    peaks = [peak(result["graph"]) for result in (two, four)]
     # a further block costs this rank's half of its weights, not what was gathered of them
     assert peaks[1] - peaks[0] < 2 * 0.75 * four["block"]
 
@@ -158,7 +164,7 @@ def test_what_is_resharded_to_groups_is_not_held_in_full():
         assert counted("near", blocks) == (2 * blocks + 1, blocks + 1, 3 * blocks - 1)
     two, four = found("near", 2), found("near", 4)
     assert len({name for result in four for name in result["hashes"]}) == 1
-    peaks = [live_bytes(parse_module(result[0]["graph"])).peak for result in (two, four)]
+    peaks = [peak(result[0]["graph"]) for result in (two, four)]
     # a further block costs a quarter of its weights and of their gradients, and half of it between the passes
     assert peaks[1] - peaks[0] < 2 * 1.1 * four[0]["block"]
 
@@ -174,7 +180,7 @@ def test_memory():
     (two, _), (four, _), (zero1, _) = found("3", 2), found("3", 4), found("zero1", 4)
     assert four["kept"] == four["weights"] / 2
     assert zero1["kept"] == zero1["weights"] * 3 / 2
-    peaks = [live_bytes(parse_module(result["graph"])).peak for result in (two, four, zero1)]
+    peaks = [peak(result["graph"]) for result in (two, four, zero1)]
     # a further block costs this rank's half of the weights and of their gradients
     assert peaks[1] - peaks[0] < 2 * 1.25 * four["block"]
     assert peaks[1] < peaks[2] / 2

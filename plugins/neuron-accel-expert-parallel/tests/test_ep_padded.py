@@ -38,6 +38,7 @@ def test_with_room_for_all_it_trains_like_one_process(family, changes):
 @pytest.mark.parametrize("plugins", [[EP2, Zero1Plugin()]], ids=["zero1"])
 def test_on_the_stand_in_for_the_native_neuron_device(plugins):
     """Whose collectives send chunks of equal size only."""
+    pytest.importorskip("neuron_accel_emulation")
     model = functools.partial(ep_models.build, "mixtral", num_hidden_layers=1)
     assert_parallel_equivalence(model, ep_models.batches(3), plugins, ranks=2, training=STEPS, backend="native")
 

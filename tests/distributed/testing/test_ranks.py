@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy
@@ -23,8 +24,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from neuron_accel.doors import TEST_DEVICES
 from neuron_accel.errors import CommunicationError, LayoutError, UsageError
-from neuron_accel.testing import RankExit, RanksError, RankTimeout, run_ranks
+from neuron_accel.testing import RankExit, RanksError, RankTimeout, ranks, run_ranks
 
 MARK = "neuron-accel-ranks-"
 
@@ -426,6 +428,44 @@ def test_wrong_calls_say_so():
         run_ranks(rank_number, 0)
     with pytest.raises(UsageError, match="'mpi'"):
         run_ranks(rank_number, 2, backend="mpi")
+
+
+class Renamed:
+    """A device of another package: ranks that are connected by gloo, and have read a file."""
+
+    library = "gloo"
+
+    def prepare(self, folder):
+        (folder / "name").write_text("Trainee")
+        return {"NAME_OF_RANKS": "Rank"}
+
+    def enter(self, folder):
+        os.environ["NAME_OF_RANKS"] += f" of a {(folder / 'name').read_text()}"
+
+
+class Counting:
+    """A machine of another package, whose ranks are calls."""
+
+    def run(self, fn, n, *args, timeout, grace, env, **kwargs):
+        return [fn(*args, **kwargs)] * n
+
+
+RENAMED, COUNTING = Renamed(), Counting()
+
+
+def name_of_ranks():
+    return os.environ["NAME_OF_RANKS"], "ACCELERATE_USE_CPU" in os.environ, dist.get_world_size()
+
+
+def test_devices_of_other_packages(monkeypatch):
+    points = [EntryPoint(name.lower(), f"{__name__}:{name}", TEST_DEVICES) for name in ("RENAMED", "COUNTING")]
+    monkeypatch.setattr(ranks, "entry_points", {TEST_DEVICES: points}.__getitem__)
+    assert run_ranks(name_of_ranks, 2, backend="renamed") == [("Rank of a Trainee", False, 2)] * 2
+    assert run_ranks(len, 2, "abc", backend="counting") == [3, 3]
+    with pytest.raises(UsageError, match='use "gloo", "xla", "cuda", "renamed", "counting", or None'):
+        run_ranks(len, 2, "abc", backend="mpi")
+    with pytest.raises(UsageError, match="install the package neuron-accel-emulation of this project"):
+        run_ranks(len, 2, "abc", backend="native")
 
 
 def test_lost_peers_are_consequences():

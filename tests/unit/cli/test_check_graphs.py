@@ -1,17 +1,26 @@
-"""``precompile --check``: parsing of the training command, errors, and the printed report."""
+"""``precompile --check``: parsing of the training command, and errors."""
 
 from __future__ import annotations
 
 import pytest
 
-from neuron_accel.cli.check_graphs import parse_command, show
+from neuron_accel.cli import precompile
 from neuron_accel.cli.main import main
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.neuron import find_instance
-from neuron_accel.neuron.graph_report import check_recorded
-from tests.unit.neuron.test_graph_rules import graph_bytes, record
+from tests.guests import is_installed
+
+needs_the_package = pytest.mark.skipif(
+    not is_installed("neuron-accel-emulation"), reason="neuron-accel-emulation is not installed"
+)
 
 
+def parse_command(words):
+    from neuron_accel_emulation import precompile_check
+
+    return precompile_check.parse_command(words, precompile._launch_options)
+
+
+@needs_the_package
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -28,6 +37,7 @@ def test_commands_of_launchers_are_understood(words, expected):
     assert (found.target, found.arguments, found.module, found.ranks) == expected
 
 
+@needs_the_package
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -58,24 +68,14 @@ def test_others_are_refused_with_the_reason(words, message):
     ],
 )
 def test_wrong_usage_is_answered_before_anything_runs(words, message, capsys):
+    if "--check" in words and not is_installed("neuron-accel-emulation"):
+        message = "Checking graphs is in a package of its own"
     assert main(["precompile", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_findings_are_listed_with_their_rank_graph_operation_and_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    record(tmp_path, {"a": graph_bytes(), "b": graph_bytes(constant=2)}, {0: "ab", 1: "ab"})
-    text = show(check_recorded(tmp_path, instance=find_instance("trn1.2xlarge")))
-    assert all(len(line) <= 80 for line in text.splitlines())
-    lines = text.splitlines()
-    assert lines[0] == "2 graphs of 2 ranks, checked for trn1.2xlarge"
-    assert any(line.split() == ["1", "0-1", "1", "4", "1", "1", "0.0", "MiB"] for line in lines)
-    assert "a core has 16 GiB" in text
-    assert any(line.split()[:7] == ["1", "error", "constant", "1,", "2", "0-1", "c"] for line in lines)
-    assert "/me/train.py:9" in text
-    assert text.endswith("1 error, 0 warnings")
-
-
-def test_without_findings_it_says_so(tmp_path):
-    record(tmp_path, {"a": graph_bytes()}, {0: "aa", 1: "aa"})
-    assert "no findings" in show(check_recorded(tmp_path))
+def test_without_the_package_it_says_which(monkeypatch, capsys):
+    monkeypatch.setattr(precompile, "entry_points", lambda group: ())
+    monkeypatch.setattr(precompile, "not_installed", lambda group: ["neuron-accel-emulation"])
+    assert main(["precompile", "--check", "--", "torchrun", "x.py"]) == 2
+    assert "install the package neuron-accel-emulation of this project" in capsys.readouterr().err

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from neuron_accel.testing._device_group import DeviceGroup, Work, bits, nothing
-from neuron_accel.testing._native_device import NAME, Runtime, on_host
+from neuron_accel.testing.devices import DeviceGroup, Work, bits, nothing
+from neuron_accel_emulation._native_device import NAME, Runtime, on_host
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 

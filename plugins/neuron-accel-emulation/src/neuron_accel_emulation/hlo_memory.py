@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_accel.neuron.hlo import Computation, Instruction, Module
+from neuron_accel_emulation.hlo import Computation, Instruction, Module
 
 _VIEWS = frozenset(
     {"reshape", "bitcast", "tuple", "get-tuple-element", "opt-barrier", "broadcast", "after-all", "domain"}

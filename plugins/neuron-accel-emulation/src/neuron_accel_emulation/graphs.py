@@ -18,10 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from neuron_accel.backends.graph_recorder import VARIABLE
-from neuron_accel.errors import UsageError
-from neuron_accel.neuron.graph_report import GraphReport, check_recorded
-from neuron_accel.neuron.instances import find_instance
+from neuron_accel.contract import UsageError
+from neuron_accel.neuron import find_instance
+from neuron_accel.testing import run_ranks
+from neuron_accel_emulation.graph_report import RECORD_GRAPHS, GraphReport, check_recorded
+from neuron_accel_emulation.xla_flags import quick_flags
 
 
 def check_graphs(
@@ -55,8 +56,6 @@ def check_graphs(
         RanksError: if a rank raises an error, unless the graphs of ranks differ, which is a finding.
         UsageError: without torch_xla, or if no graph was executed.
     """
-    from neuron_accel.testing.ranks import run_ranks
-
     with recording() as (folder, variables):
         try:
             run_ranks(fn, n, *args, timeout=timeout, env={**variables, **(env or {})}, backend="xla", **kwargs)
@@ -78,11 +77,9 @@ def _report(folder: Path, instance: str | None, lnc: int | None) -> GraphReport 
 def recording() -> Iterator[tuple[Path, dict[str, str]]]:
     """A context manager that yields a temporary folder, and the environment variables with which XLA ranks record their
     graphs in it."""
-    from neuron_accel.testing.xla_ranks import flags
-
     with tempfile.TemporaryDirectory(prefix=f"neuron-accel-graphs-{os.getpid()}-", ignore_cleanup_errors=True) as name:
         dumps = f"--xla_dump_to={name}/dumps --xla_dump_hlo_as_proto"
-        yield Path(name), {VARIABLE: name, "XLA_HLO_DEBUG": "1", "XLA_FLAGS": f"{flags()} {dumps}"}
+        yield Path(name), {RECORD_GRAPHS: name, "XLA_HLO_DEBUG": "1", "XLA_FLAGS": f"{quick_flags()} {dumps}"}
 
 
 # ---- Scripts whose ranks are threads ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,15 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.backends.select import HARDWARE_ROOT_VARIABLE, Machine
-from neuron_accel.errors import UsageError
-from neuron_accel.neuron.instances import PRODUCT_NAME, find_instance
-from neuron_accel.testing._call import free_port, pickle_call
-from neuron_accel.testing.xla_ranks import QUICK_FLAGS, XlaTask, run_forked
+from neuron_accel.contract import UsageError
+from neuron_accel.neuron import find_instance
+from neuron_accel.testing.devices import XlaTask, pickle_call, run_forked
+from neuron_accel_emulation.xla_flags import quick_flags
 
 _SOURCES = Path(__file__).with_name("emulation")
 _CORES_OF_A_CHIP = 2
-_QUICK_FLAGS = {**QUICK_FLAGS, "--xla_cpu_use_fusion_emitters": "false"}  # it takes most of the compilation time
+_PRODUCT_NAME = "sys/devices/virtual/dmi/id/product_name"  # DMI, which is the instance type on EC2 (Nitro)
 _STUB = """\
 def configure_environment():
     pass
@@ -59,10 +59,10 @@ def missing() -> str | None:
     """Why this machine cannot emulate a Neuron device, as a sentence; None if it can."""
     if not sys.platform.startswith("linux"):
         return "an emulated Neuron device needs Linux"
-    if not Machine().torch_xla:
+    if importlib.util.find_spec("torch_xla") is None:
         return "an emulated Neuron device needs torch_xla: pip install 'neuron-accel[xla]'"
     if _plugin() is None:
-        return "an emulated Neuron device needs xla-cpu-pjrt: pip install 'neuron-accel[emulation]'"
+        return "an emulated Neuron device needs xla-cpu-pjrt: pip install 'neuron-accel-emulation[xla]'"
     if _compiler() is None:
         return "an emulated Neuron device needs a C compiler: cc, gcc or clang on the PATH, or CC"
     return None
@@ -141,7 +141,7 @@ class EmulatedInstance:
             syspath=list(sys.path),
             main=main,
         )
-        return run_forked("neuron_accel.testing._neuron_server", task, self.environ)
+        return run_forked("neuron_accel_emulation._neuron_server", task, self.environ)
 
     @property
     def compilations(self) -> list[Compilation]:
@@ -188,6 +188,26 @@ def emulated_instance(instance: str | None = None, *, cores: int = 8) -> Iterato
         yield EmulatedInstance(folder=folder, cores=cores, environ=_environment(folder, cores, built))
 
 
+class EmulatedCores:
+    """Ranks of :func:`neuron_accel.testing.run_ranks` on a machine of their own with a core for each."""
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        n: int,
+        *args: Any,
+        timeout: float,
+        grace: float,
+        env: Mapping[str, str] | None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        with emulated_instance(cores=n) as machine:
+            return machine.run(fn, n, *args, timeout=timeout, grace=grace, env=env, **kwargs)
+
+
+CORES = EmulatedCores()
+
+
 def _make_machine(folder: Path, instance: str | None, cores: int) -> None:
     for part in ("dev", "bin", "site/libneuronxla", "graphs", "cache"):
         (folder / part).mkdir(parents=True)
@@ -195,7 +215,7 @@ def _make_machine(folder: Path, instance: str | None, cores: int) -> None:
     for chip in range(chips):
         (folder / "dev" / f"neuron{chip}").touch()
     if instance is not None:
-        product = folder / PRODUCT_NAME.relative_to("/")
+        product = folder / _PRODUCT_NAME
         product.parent.mkdir(parents=True)
         product.write_text(f"{instance}\n")
     (folder / "site/libneuronxla/__init__.py").write_text(_STUB)
@@ -205,7 +225,7 @@ def _make_machine(folder: Path, instance: str | None, cores: int) -> None:
     metadata.write_text("Metadata-Version: 2.1\nName: torch-neuronx\nVersion: 2.9.0.0.0\n")
     listing = [{"neuron_device": chip, "nc_count": _CORES_OF_A_CHIP} for chip in range(chips)]
     (folder / "neuron-ls.json").write_text(json.dumps(listing))
-    compiler = _COMMAND.format(python=sys.executable, module="neuron_accel.testing._parallel_compile")
+    compiler = _COMMAND.format(python=sys.executable, module="neuron_accel_emulation._parallel_compile")
     for name, text in {
         "neuron_parallel_compile": compiler,
         "neuron-ls": _LIST.format(path=folder / "neuron-ls.json"),
@@ -216,7 +236,6 @@ def _make_machine(folder: Path, instance: str | None, cores: int) -> None:
 
 
 def _environment(folder: Path, cores: int, built: _Built) -> dict[str, str]:
-    flags = os.environ.get("XLA_FLAGS", "")
     removed = {
         *("ACCELERATE_USE_CPU", "USE_TORCH_XLA", "DISABLE_XLA", "PJRT_DEVICE", "NEURON_ACCEL_BACKEND"),
         *("NEURON_CC_FLAGS", "NEURON_LIBRARY_PATH", "NEURON_RT_VISIBLE_CORES", "NEURON_RT_ROOT_COMM_ID"),
@@ -226,7 +245,7 @@ def _environment(folder: Path, cores: int, built: _Built) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if name not in removed},
         "PYTHONPATH": os.pathsep.join([str(folder / "site"), *(path for path in sys.path if path)]),
         "PATH": os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)]),
-        HARDWARE_ROOT_VARIABLE: str(folder),
+        "NEURON_ACCEL_HARDWARE_ROOT": str(folder),
         "NEURON_COMPILE_CACHE_URL": str(folder / "cache"),
         "NEURON_ACCEL_EMULATION": str(folder),
         "NEURON_ACCEL_EMULATED_DEVICE": str(built.device),
@@ -234,7 +253,7 @@ def _environment(folder: Path, cores: int, built: _Built) -> dict[str, str]:
         "NEURON_ACCEL_EMULATED_PLUGIN": str(_plugin()),
         "NEURON_ACCEL_EMULATED_CORES": str(cores),
         "NEURON_ACCEL_EMULATED_GRAPHS": str(folder / "graphs"),
-        "XLA_FLAGS": " ".join([flags, *(f"{k}={v}" for k, v in _QUICK_FLAGS.items() if k not in flags)]).strip(),
+        "XLA_FLAGS": quick_flags(xla_cpu_use_fusion_emitters="false"),  # they take most of the compilation
         "NPROC": "64",  # every rank of a collective blocks a thread of XLA
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -250,10 +269,16 @@ def _ranks_environment(size: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(_free_port()),
         "TORCHELASTIC_RUN_ID": "emulated",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 # ---- building -------------------------------------------------------------------------------------------------------

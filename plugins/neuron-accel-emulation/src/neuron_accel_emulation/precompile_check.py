@@ -10,47 +10,22 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuron_accel.cli.parser import Parser
-from neuron_accel.cli.terminal import format_table, table_width, terminal_width
-from neuron_accel.errors import ConfigurationError, UsageError
-from neuron_accel.neuron.graph_report import GraphReport, check_recorded, show_ranks
-from neuron_accel.neuron.graph_rules import Finding, partitions
-from neuron_accel.neuron.instances import find_instance
+from neuron_accel.contract import ConfigurationError, UsageError
+from neuron_accel.neuron import find_instance
+from neuron_accel.testing import RanksError, run_ranks
+from neuron_accel_emulation.graph_report import GraphReport, check_recorded, show_ranks
+from neuron_accel_emulation.graph_rules import Finding, partitions
+from neuron_accel_emulation.graphs import recording, run_script
+from neuron_accel_emulation.terminal import format_table, table_width, terminal_width
 
-STEPS = 3
-TIMEOUT_S = 1800.0
+LaunchOptions = Callable[[Sequence[str]], argparse.Namespace]
+"""Parses the words after ``neuron-accel launch``."""
 _TRIAL, _STEPS_VARIABLE = {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}, "NEURON_ACCEL_PRECOMPILE_STEPS"
 _LAUNCHERS = ("torchrun", "neuron-accel", "accelerate", "python", "python3")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    check = parser.add_argument_group("checking (--check)")
-    check.add_argument(
-        "--check",
-        action="store_true",
-        help="run a few steps on CPU ranks of torch_xla, without compiling for Trainium, and report what the compiler "
-        "or the instance will reject",
-    )
-    check.add_argument("--instance", metavar="TYPE", help="instance type to check for, such as trn1.32xlarge")
-    check.add_argument("--lnc", type=int, choices=(1, 2), help="physical cores per logical core (trn2, trn3)")
-    check.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps to run (default: {STEPS})")
-    check.add_argument("--json", action="store_true", help="print the report as JSON")
-    check.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help=f"time after which ranks are killed (default: {TIMEOUT_S:g})"
-    )
-
-
-def refuse_without_check(args: argparse.Namespace) -> None:
-    """Raises :class:`ConfigurationError` if an option of the check is given without ``--check``."""
-    given = [name for name in ("instance", "lnc", "steps", "json", "timeout") if getattr(args, name)]
-    if given:
-        raise ConfigurationError(
-            f"--{given[0]} has no effect without --check.", where=f"--{given[0]}", fix="add --check"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +38,18 @@ class TrainingCommand:
     ranks: int
 
 
-def run(args: argparse.Namespace, script: Sequence[str]) -> int:
+def run(args: argparse.Namespace, script: Sequence[str], launch_options: LaunchOptions) -> int:
     """Runs the training command for a few steps and prints a report on its graphs.
 
     Args:
-        args: the parsed command line.
+        args: the parsed command line: ``instance``, ``lnc``, ``steps``, ``timeout``, ``json``.
         script: the training command.
+        launch_options: parses the words after ``neuron-accel launch``.
 
     Returns:
         the exit code: 1 if the report contains errors or the run failed, else 0.
     """
-    steps, timeout = args.steps or STEPS, args.timeout or TIMEOUT_S
+    steps, timeout = args.steps, args.timeout
     if steps < 1 or timeout <= 0:
         raise ConfigurationError(
             f"{steps} steps in {timeout:g} seconds are not possible.",
@@ -81,15 +57,11 @@ def run(args: argparse.Namespace, script: Sequence[str]) -> int:
             fix="pass at least one step; 3 are needed to find graphs that are compiled again",
         )
     instance = find_instance(args.instance, "--instance") if args.instance else None
-    command = parse_command(script)
+    command = parse_command(script, launch_options)
     if instance is not None:
         instance.hardware(args.lnc).check_ranks(command.ranks)
     if not command.module and not Path(command.target).is_file():
         raise ConfigurationError(f"There is no script {command.target!r}.", where="the command after --")
-    from neuron_accel.testing import run_ranks
-    from neuron_accel.testing.graphs import recording, run_script
-    from neuron_accel.testing.ranks import RanksError
-
     failure: RanksError | None = None
     with recording() as (folder, variables):
         variables |= {**_TRIAL, _STEPS_VARIABLE: str(steps)}
@@ -123,7 +95,7 @@ def run(args: argparse.Namespace, script: Sequence[str]) -> int:
 
 
 # ---- The command that would be launched ------------------------------------------------------------------------------
-def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> TrainingCommand:
+def parse_command(words: Sequence[str], launch_options: LaunchOptions) -> TrainingCommand:
     """Parses a command line of ``neuron-accel launch``, ``torchrun``, ``accelerate launch`` or ``python``.
 
     Raises:
@@ -139,11 +111,7 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str] = os.environ)
         )
     rest = list(words[2:] if names[0] in ("neuron-accel", "accelerate") else words[1:])
     if names[0] == "neuron-accel":
-        from neuron_accel.cli import launch
-
-        parser = Parser(prog="neuron-accel launch")
-        launch.add_arguments(parser)
-        given = parser.parse_args(rest)
+        given = launch_options(rest)
         return _command(given.script, given.script_args, given.module, given.nproc_per_node, given.nnodes or 1)
     if names[0].startswith("python"):
         return _command(*_target(rest), "1", "1")

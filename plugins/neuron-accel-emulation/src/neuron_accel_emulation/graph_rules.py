@@ -3,18 +3,17 @@
 
 The rules are from the compiler's public list of error codes (compiler/error-codes of the Neuron SDK's documentation,
 release 2.32), as far as they can be checked on a graph, and the limits of an instance
-(:class:`~neuron_accel.engine.plan.hardware.Hardware`). A graph without findings may still fail to compile.
+(:class:`Hardware`). A graph without findings may still fail to compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
-from neuron_accel.engine.plan.hardware import Hardware
-from neuron_accel.neuron.hlo import RNG_ALGORITHMS, Computation, Instruction, Module
-from neuron_accel.neuron.hlo_memory import live_bytes
+from neuron_accel_emulation.hlo import RNG_ALGORITHMS, Computation, Instruction, Module
+from neuron_accel_emulation.hlo_memory import live_bytes
 
 Level = Literal["error", "warning"]
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
@@ -36,6 +35,20 @@ _NO_FLOAT64 = "no code is generated for f64"
 _ROUNDED = "float64 becomes float32 on Neuron devices, with less precision"
 _NO_SUCH_FLOATS = frozenset({"f8e4m3fnuz", "f8e4m3b11fnuz", "f8e5m2fnuz"})
 _NO_SUCH_TYPES = frozenset({"f64", "s1", "s2", "s4", "u1", "u2", "u4", "f4e2m1fn", "f8e8m0fnu", "f8e3m4"})
+
+
+class Hardware(Protocol):
+    """Limits of a machine, as :meth:`neuron_accel.neuron.Instance.hardware` returns them."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def partitions(self) -> int | None: ...
+
+    def groups_problem(self, groups: Sequence[Sequence[int]]) -> str | None: ...
+
+    def ring_problem(self, pairs: Sequence[tuple[int, int]]) -> str | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,5 +318,9 @@ def _finding(level: Level, code: str, what: str, fix: str, one: Instruction) -> 
 def source_of(one: Instruction) -> str:
     """``file:line`` of the innermost frame outside of torch, this package and installed ones, if there is one."""
     places = one.frames or ((one.source,) if one.source else ())
-    own = [p for p in places if not any(f"/{part}/" in p for part in ("torch", "torch_xla", "neuron_accel"))]
+    own = [
+        p
+        for p in places
+        if not any(f"/{part}/" in p for part in ("torch", "torch_xla", "neuron_accel", "neuron_accel_emulation"))
+    ]
     return next((p for p in own if "/site-packages/" not in p and "/lib/python" not in p), (own or [*places, ""])[0])

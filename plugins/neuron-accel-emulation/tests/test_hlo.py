@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hlo_modules import computation, field, instruction_bytes, module, packed, shape
+from neuron_accel_emulation.hlo import Instruction, Shape, parse_module, read_module
+from neuron_accel_emulation.hlo_memory import live_bytes
 
-from neuron_accel.errors import UsageError
-from neuron_accel.neuron.hlo import Instruction, Shape, parse_module, read_module
-from neuron_accel.neuron.hlo_memory import live_bytes
-from tests.unit.neuron.hlo_modules import computation, field, instruction_bytes, module, packed, shape
+from neuron_accel.contract import UsageError
 
 
 def serialized():

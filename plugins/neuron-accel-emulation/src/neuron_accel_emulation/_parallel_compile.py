@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-from neuron_accel.neuron.cache import location_of
 
 PHASES = ("collect", "compile", "clean", "clear-locks", "analyze")
 
@@ -29,7 +28,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--analyze-verbosity", type=int, choices=(1, 2))
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args(arguments)
-    cache = Path(location_of(os.environ))
+    cache = cache_of(os.environ)
     if args.command in (None, "collect", "analyze"):
         code = _collect(args.script)
         if code or args.command is not None:
@@ -45,6 +44,16 @@ def main(arguments: list[str]) -> int:
         for lock in cache.glob("neuronxcc-*/MODULE_*/*.lock"):
             lock.unlink()
     return 0
+
+
+def cache_of(environ: Mapping[str, str]) -> Path:
+    """The folder of the compile cache: ``--cache_dir`` in NEURON_CC_FLAGS, else NEURON_COMPILE_CACHE_URL, else the
+    default."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cache_dir", type=str)
+    flags, _ = parser.parse_known_args(shlex.split(environ.get("NEURON_CC_FLAGS", "")))
+    url = environ.get("NEURON_COMPILE_CACHE_URL", "").strip().removeprefix("file://")
+    return Path(flags.cache_dir or url or "/var/tmp/neuron-compile-cache").expanduser()
 
 
 def _collect(script: list[str]) -> int:

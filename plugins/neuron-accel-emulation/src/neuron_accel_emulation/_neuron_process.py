@@ -15,8 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from neuron_accel.testing._rank import STACK_SIGNAL, pickle_error
-from neuron_accel.testing._xla_process import XlaTask, enter_task, import_script
+from neuron_accel.testing.devices import STACK_SIGNAL, XlaTask, enter_task, import_script, pickle_error
 
 _PR_SET_PDEATHSIG = 1
 

@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from neuron_accel_emulation import StandIn, native_ranks
 from torch import nn
 
-from neuron_accel.errors import ConfigurationError, UsageError
-from neuron_accel.testing import native_ranks, run_ranks
-from neuron_accel.testing.native_ranks import StandIn
+from neuron_accel.contract import ConfigurationError, UsageError
+from neuron_accel.testing import run_ranks
 
 
 def test_nothing_is_registered_by_importing():
     code = (
         "import sys, torch\n"
-        "import neuron_accel.testing.ranks, neuron_accel.testing.native_ranks, neuron_accel.testing.parity\n"
+        "from neuron_accel.testing import run_ranks, train_alone\n"
+        "from neuron_accel_emulation.native_ranks import NATIVE\n"
         "assert not hasattr(torch, 'neuron')\n"
         "assert 'neuron' not in torch.distributed.Backend.backend_list\n"
         "assert not any(name.endswith(('_native_device', '_native_group')) for name in sys.modules)\n"
@@ -39,44 +40,6 @@ def test_options_are_read_strictly():
     assert StandIn.of({}) == StandIn()
     with pytest.raises(ConfigurationError, match="colour"):
         StandIn.of({native_ranks.OPTIONS: "colour"})
-
-
-def found() -> dict:
-    from accelerate import Accelerator
-    from accelerate.utils import is_neuron_available
-
-    from neuron_accel.backends.select import Machine, settle
-
-    return {
-        "probe": Machine().native_neuron,
-        "decision": settle(os.environ).device,
-        "accelerate": is_neuron_available(),
-        "type": str(Accelerator().distributed_type),
-        "device": str(Accelerator().device),
-    }
-
-
-def test_the_library_and_accelerate_find_it_by_themselves():
-    for rank in run_ranks(found, 2, backend="native"):
-        assert rank == {
-            "probe": True,
-            "decision": "neuron",
-            "accelerate": True,
-            "type": "DistributedType.MULTI_NEURON",
-            "device": "neuron:0",
-        }
-
-
-def test_a_process_with_the_package_on_its_path_has_the_device_once_it_imports_torch(tmp_path):
-    native_ranks.write_package(tmp_path)
-    code = (
-        "import torch\n"
-        "assert torch.neuron.is_available() and torch.ones(2, device='neuron').sum().item() == 2\n"
-        "from neuron_accel.backends.select import Machine\n"
-        "assert Machine().native_neuron\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env={**os.environ, "PYTHONPATH": path})
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -239,7 +202,7 @@ def used_too_early() -> None:
 
 def test_the_device_must_not_be_used_before_the_process_group_is_made(tmp_path):
     native_ranks.write_package(tmp_path)
-    code = "from tests.native.test_stand_in import used_too_early; used_too_early()"
+    code = "from test_stand_in import used_too_early; used_too_early()"
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),

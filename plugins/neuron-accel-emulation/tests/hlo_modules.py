@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuron_accel.neuron.hlo import Computation, Instruction, Module, Shape
+from neuron_accel_emulation.hlo import Computation, Instruction, Module, Shape
 
 TYPES = {"pred": 1, "s16": 3, "s32": 4, "s64": 5, "u64": 9, "f32": 11, "f64": 12, "tuple": 13, "c64": 15, "bf16": 16}
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.errors import ConfigurationError, UsageError
+from neuron_accel.contract import ConfigurationError, UsageError
 
 OPTIONS = "NEURON_ACCEL_STAND_IN"
 """Environment variable with the options of the :class:`StandIn` of a rank."""
@@ -30,11 +30,11 @@ OPTIONS = "NEURON_ACCEL_STAND_IN"
 _PACKAGE = "torch_neuronx"
 _VERSION = "2.13.3.0.stand.in"
 _METADATA = f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {_VERSION}\n"
-_SOURCE = '''"""A stand-in for the native Neuron device; see neuron_accel.testing.native_ranks."""
+_SOURCE = '''"""A stand-in for the native Neuron device; see neuron_accel_emulation.native_ranks."""
 
 
 def _autoload():
-    from neuron_accel.testing.native_ranks import register
+    from neuron_accel_emulation.native_ranks import register
 
     register()
 '''
@@ -58,9 +58,21 @@ class StandIn:
     send_receive: bool = False
     integers: bool = True
 
+    library = "neuron"  # the process group of ranks
+
     def environ(self) -> dict[str, str]:
         """The options as an environment variable."""
         return {OPTIONS: ",".join(name for name, value in vars(self).items() if value)}
+
+    def prepare(self, folder: Path) -> dict[str, str]:
+        """Writes the package of :func:`write_package` for ranks of :func:`neuron_accel.testing.run_ranks`, and returns
+        their environment variables."""
+        write_package(folder)
+        return self.environ()
+
+    def enter(self, folder: Path) -> None:
+        """Registers the stand-in in a rank, with the options of its environment."""
+        enter(folder)
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> StandIn:
@@ -73,6 +85,10 @@ class StandIn:
                 fix=f"use {', '.join(cls.__dataclass_fields__)}",
             )
         return cls(**{name: name in names for name in cls.__dataclass_fields__})
+
+
+NATIVE = StandIn()
+NATIVE_P2P = StandIn(send_receive=True)
 
 
 @dataclass(frozen=True)
@@ -133,7 +149,7 @@ def register(stand_in: StandIn | None = None) -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         raise UsageError(
             f"torch {torch.__version__} does not support a device implemented in Python.",
-            where="neuron_accel.testing.native_ranks",
+            where="neuron_accel_emulation.native_ranks",
             fix="use torch 2.13 or newer for ranks of the stand-in for the native Neuron device",
         )
     if hasattr(torch, "neuron"):
@@ -141,7 +157,7 @@ def register(stand_in: StandIn | None = None) -> None:
             "This process has a device 'neuron' already.", fix="use the stand-in on a machine without a real one"
         )
     stand_in = stand_in or StandIn.of(os.environ)
-    from neuron_accel.testing import _native_device, _native_group
+    from neuron_accel_emulation import _native_device, _native_group
 
     runtime = _native_device.Runtime()
     rules = _native_group.Rules(runtime, sends=stand_in.send_receive, integers=stand_in.integers)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from hlo_modules import ADD, SET, field, instruction_bytes, module
+from neuron_accel_emulation.graph_report import check_recorded, show_ranks
+from neuron_accel_emulation.graph_rules import check_module, partitions, source_of
+from neuron_accel_emulation.hlo import Instruction, Shape
+from neuron_accel_emulation.precompile_check import show
 
-from neuron_accel.errors import UsageError
+from neuron_accel.contract import UsageError
 from neuron_accel.neuron import find_instance
-from neuron_accel.neuron.graph_report import check_recorded, show_ranks
-from neuron_accel.neuron.graph_rules import check_module, partitions, source_of
-from neuron_accel.neuron.hlo import Instruction, Shape
-from tests.unit.neuron.hlo_modules import ADD, SET, field, instruction_bytes, module
 
 TRN1, TRN2 = find_instance("trn1.32xlarge").hardware(), find_instance("trn2.48xlarge").hardware()
 X, N = ("x", "parameter", "f32[8,8]", ""), ("n", "parameter", "s64[8,8]", "")
@@ -269,3 +270,23 @@ def test_nothing_recorded_is_an_error(tmp_path):
 
 def test_ranks_are_shown_as_ranges():
     assert show_ranks((5, 0, 1, 2, 9, 8)) == "0-2, 5, 8-9"
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+def test_findings_are_listed_with_their_rank_graph_operation_and_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    record(tmp_path, {"a": graph_bytes(), "b": graph_bytes(constant=2)}, {0: "ab", 1: "ab"})
+    text = show(check_recorded(tmp_path, instance=find_instance("trn1.2xlarge")))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    lines = text.splitlines()
+    assert lines[0] == "2 graphs of 2 ranks, checked for trn1.2xlarge"
+    assert any(line.split() == ["1", "0-1", "1", "4", "1", "1", "0.0", "MiB"] for line in lines)
+    assert "a core has 16 GiB" in text
+    assert any(line.split()[:7] == ["1", "error", "constant", "1,", "2", "0-1", "c"] for line in lines)
+    assert "/me/train.py:9" in text
+    assert text.endswith("1 error, 0 warnings")
+
+
+def test_without_findings_it_says_so(tmp_path):
+    record(tmp_path, {"a": graph_bytes()}, {0: "aa", 1: "aa"})
+    assert "no findings" in show(check_recorded(tmp_path))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks recorded graphs: each graph by itself, and differences between ranks and between steps.
 
-The graphs are recorded by :mod:`neuron_accel.backends.graph_recorder`.
+The graphs are recorded by neuron_accel (``backends/graph_recorder.py``), where :data:`RECORD_GRAPHS` names a folder.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.errors import UsageError
-from neuron_accel.neuron.graph_rules import COLLECTIVES, Finding, check_module, partitions, source_of
-from neuron_accel.neuron.hlo import Instruction, Module, read_module
-from neuron_accel.neuron.hlo_memory import LiveBytes, live_bytes
-from neuron_accel.neuron.instances import Instance
+from neuron_accel.contract import UsageError
+from neuron_accel.neuron import Instance
+from neuron_accel_emulation.graph_rules import COLLECTIVES, Finding, check_module, partitions, source_of
+from neuron_accel_emulation.hlo import Instruction, Module, read_module
+from neuron_accel_emulation.hlo_memory import LiveBytes, live_bytes
+
+RECORD_GRAPHS = "NEURON_ACCEL_RECORD_GRAPHS"
+"""Environment variable with the folder to which ranks of XLA write their graphs."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def check_recorded(folder: Path, *, instance: Instance | None = None, lnc: int |
     """Checks the graphs that CPU ranks have recorded in a folder.
 
     Args:
-        folder: the folder that :mod:`neuron_accel.backends.graph_recorder` has written.
+        folder: the folder that ranks have written, see :data:`RECORD_GRAPHS`.
         instance: the instance whose limits of groups, rings and memory are checked; None: not checked.
         lnc: number of physical cores in a logical core; None: the instance's default.
 
