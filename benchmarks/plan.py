@@ -18,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from neuron_accel_plan import plan
+from neuron_accel_plan.calibration import load_calibration
+from neuron_accel_plan.time import StepTime
+
 from benchmarks import harness
-from neuron_accel.planning import plan
-from neuron_accel.planning.calibration import load_calibration
-from neuron_accel.planning.time import StepTime
 from neuron_accel.testing import run_ranks
 
 RANKS = 2

@@ -46,13 +46,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from neuron_accel_plan import plan
+from neuron_accel_plan.calibration import Machine, load_calibration, machine_of
+from neuron_accel_plan.time import collective_seconds, predict_time
+from neuron_accel_plan.trace import ELEMENTWISE, PRODUCT, Message
+
 from benchmarks import harness
-from neuron_accel import DryRun
-from neuron_accel.neuron.instances import find_instance
-from neuron_accel.planning import plan
-from neuron_accel.planning.calibration import Machine, load_calibration, machine_of
-from neuron_accel.planning.time import collective_seconds, predict_time
-from neuron_accel.planning.trace import ELEMENTWISE, PRODUCT, Message
+from neuron_accel import DryRun, find_instance
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.resources import allocated_bytes
 

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from neuron_accel_plan import plan as plan
     from neuron_accel_report import RunReportPlugin as RunReportPlugin
 
     from neuron_accel.accelerator import NeuronAccelerator as NeuronAccelerator
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from neuron_accel.lazy import lazy_load_for_parallelism as lazy_load_for_parallelism
     from neuron_accel.lazy import materialize as materialize
     from neuron_accel.models import register_tensor_parallel_plan as register_tensor_parallel_plan
-    from neuron_accel.planning import plan as plan
+    from neuron_accel.neuron.instances import Instance as Instance
+    from neuron_accel.neuron.instances import find_instance as find_instance
     from neuron_accel.standalone import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from neuron_accel.strategies.activation_checkpointing import (
         ActivationCheckpointingPlugin as ActivationCheckpointingPlugin,
@@ -48,13 +50,14 @@ if TYPE_CHECKING:
 _WHERE = {
     "NeuronAccelerator": "neuron_accel.accelerator",
     "DryRun": "neuron_accel.backends.select",
+    "Instance": "neuron_accel.neuron.instances",
     "NeuronAccelError": "neuron_accel.errors",
     "StrategyPlugin": "neuron_accel.engine.plan.plugin",
     "ZeroRedundancyOptimizer": "neuron_accel.standalone",
+    "find_instance": "neuron_accel.neuron.instances",
     "lazy_load_for_parallelism": "neuron_accel.lazy",
     "make_optimizer_constructor_lazy": "neuron_accel.engine.optim.twin",
     "materialize": "neuron_accel.lazy",
-    "plan": "neuron_accel.planning",
     "register_plugin": "neuron_accel.engine.plan.registry",
     "register_tensor_parallel_plan": "neuron_accel.models",
     "ActivationCheckpointingPlugin": "neuron_accel.strategies.activation_checkpointing",

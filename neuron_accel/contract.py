@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from neuron_accel.engine.optim.twin import ReplicaState, ShardedState, StatePiece, take_weights, twin
 
     # the plugin interface and the plan
+    from neuron_accel.engine.plan.coerce import load_dataclass
+    from neuron_accel.engine.plan.config import load_config, to_config
     from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
     from neuron_accel.engine.plan.plan import Plan
     from neuron_accel.engine.plan.plugin import (
@@ -63,7 +65,8 @@ if TYPE_CHECKING:
         Stages,
         StrategyPlugin,
     )
-    from neuron_accel.engine.plan.registry import import_object, register_plugin
+    from neuron_accel.engine.plan.ranks import dry_plan
+    from neuron_accel.engine.plan.registry import import_object, plugin_classes, register_plugin
 
     # the state of a run
     from neuron_accel.engine.runtime.buffers import BufferBroadcast
@@ -178,6 +181,11 @@ _NAMES = {
         "take_weights",
         "twin",
     ),
+    "engine.plan.coerce": ("load_dataclass",),
+    "engine.plan.config": (
+        "load_config",
+        "to_config",
+    ),
     "engine.plan.mesh": (
         "AxisKind",
         "AxisSpec",
@@ -194,8 +202,10 @@ _NAMES = {
         "Stages",
         "StrategyPlugin",
     ),
+    "engine.plan.ranks": ("dry_plan",),
     "engine.plan.registry": (
         "import_object",
+        "plugin_classes",
         "register_plugin",
     ),
     "engine.runtime.buffers": ("BufferBroadcast",),
@@ -387,6 +397,7 @@ __all__ = [
     "container_of",
     "copy_to_group",
     "did_you_mean",
+    "dry_plan",
     "elsewhere",
     "full_tensor",
     "gather_from_group",
@@ -398,6 +409,8 @@ __all__ = [
     "is_separable",
     "join_fqn",
     "lazy_load_for_parallelism",
+    "load_config",
+    "load_dataclass",
     "make_buckets",
     "make_partition",
     "matches_fqn",
@@ -405,6 +418,7 @@ __all__ = [
     "needs_closure",
     "object_to_tensor",
     "permute",
+    "plugin_classes",
     "reduce_from_group",
     "reduce_scatter_to_group",
     "refuse_closures",
@@ -417,6 +431,7 @@ __all__ = [
     "stack_of",
     "take_weights",
     "tensor_to_object",
+    "to_config",
     "twin",
     "unsharded_gradients",
     "why_not_elementwise",

@@ -53,6 +53,7 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-local-sgd": {PLUGINS: ("local_sgd",)},
     "neuron-accel-lora": {PLUGINS: ("lora",)},
     "neuron-accel-migrate": {CHECKPOINT_READERS: ("neuronx",)},
+    "neuron-accel-plan": {COMMANDS: ("calibrate", "plan"), NAMES: ("plan",)},
     "neuron-accel-report": {
         PLUGINS: ("run_report",),
         COMMANDS: ("report", "trace"),
@@ -62,6 +63,8 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """What each package of this project's repository adds."""
 
 SUMMARIES = {
+    "calibrate": "measure this machine, so that plan predicts time on it",
+    "plan": "count what a training run needs, without hardware",
     "report": "show what training runs did, as a page for a browser",
     "trace": "make a trace of a run, for Perfetto or Chrome",
 }

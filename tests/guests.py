@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
+
+from neuron_accel import doors
 
 
 def guards(*plugins: Any) -> list[Any]:
@@ -15,6 +20,14 @@ def guards(*plugins: Any) -> list[Any]:
 
 def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package.replace("-", "_")) is not None
+
+
+def skip_without_packages_of(text: str) -> None:
+    """Skips a test of a program that uses a name of a package that is not installed."""
+    for package, offers in doors.PACKAGES.items():
+        names = [name for name in offers.get(doors.NAMES, ()) if re.search(rf"\b{name}\(", text)]
+        if names and not is_installed(package):
+            pytest.skip(f"{package} is not installed")
 
 
 def helper(package: str, name: str) -> ModuleType:

@@ -31,10 +31,7 @@ from neuron_accel import (
     TensorParallelPlugin,
     Zero1Plugin,
 )
-from neuron_accel.backends.dry_run import DryRunBackend
-from neuron_accel.contract import AxisKind, AxisSpec, Claim, Cut, Layout, Mesh, Phase
-from neuron_accel.engine.plan.plan import Plan
-from neuron_accel.engine.plan.planner import make_plan
+from neuron_accel.contract import AxisKind, AxisSpec, Claim, Cut, Layout, Mesh, Phase, Plan, dry_plan
 from neuron_accel.engine.plan.registry import default_registry
 
 RANKS = (BLUE, ORANGE, GREEN, PURPLE)
@@ -42,15 +39,7 @@ RANKS = (BLUE, ORANGE, GREEN, PURPLE)
 
 def plan_of(plugins: Sequence[StrategyPlugin], ranks: int) -> Plan:
     """The plan of a run of ``ranks`` CPU ranks, as ``prepare`` would make it."""
-    backend, registry = DryRunBackend(world_size=ranks), default_registry()
-    return make_plan(
-        [part for plugin in plugins for part in (plugin.companions() or (plugin,))],
-        world_size=ranks,
-        backend_capabilities=backend.capabilities,
-        backend_missing=backend.missing,
-        default_owners=registry.default_owners(),
-        provenance=registry.provenance,
-    )
+    return dry_plan([part for plugin in plugins for part in (plugin.companions() or (plugin,))], world_size=ranks)
 
 
 def eight_ranks() -> Plan:

@@ -46,6 +46,10 @@ class Backend(ABC):
 
     name: ClassVar[str]
 
+    imitating: bool = False
+    """Whether this is inside a collective of a dry run, where operations on tensors stand for other ranks and the
+    network."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Lets torch.compile end its graph before a collective and begin another one after it. It would trace into the
         process group and the exchange of objects otherwise, which fails or not with what they are made of."""

@@ -45,9 +45,6 @@ class DryRunBackend(Backend):
     Args:
         world_size: number of ranks of the run.
         rank: the rank that this process is.
-
-    Attributes:
-        imitating: whether a collective is being imitated, by operations on tensors that no rank performs.
     """
 
     name: ClassVar[str] = "dryrun"
@@ -55,7 +52,6 @@ class DryRunBackend(Backend):
     def __init__(self, *, world_size: int, rank: int = 0) -> None:
         super().__init__()
         self._world_size, self._rank = world_size, rank
-        self.imitating = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DryRunBackend:
         return self  # copies of a model communicate in the same groups

@@ -98,18 +98,17 @@ class DryRun:
                 fix=f"pass a rank from 0 to {self.world_size - 1}",
             )
 
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """A context in which every run of this thread is this one, whatever backend it asks for."""
+        token = _RUNS_DRY.set(self)
+        try:
+            yield
+        finally:
+            _RUNS_DRY.reset(token)
+
 
 _RUNS_DRY: ContextVar[DryRun | None] = ContextVar("neuron_accel.runs_dry", default=None)
-
-
-@contextmanager
-def runs_dry(dry_run: DryRun) -> Iterator[None]:
-    """A context in which every run of this thread is ``dry_run``, whatever backend it asks for."""
-    token = _RUNS_DRY.set(dry_run)
-    try:
-        yield
-    finally:
-        _RUNS_DRY.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +242,7 @@ def settle(
     """Chooses the backend and makes Accelerate choose the same. Must be called before Accelerate is imported.
 
     If torch_xla can be imported but XLA is not used, sets ``USE_TORCH_XLA=false`` in ``environ``, which Accelerate
-    reads. Inside :func:`runs_dry` every run is dry.
+    reads. Inside :meth:`DryRun.everywhere` every run is that one.
 
     Args:
         environ: environment variables, ``os.environ``.

@@ -20,8 +20,6 @@ from neuron_accel.errors import NeuronAccelError, PluginError
 COMMANDS = {
     "launch": ("neuron_accel.cli.launch", "start a training script on several ranks"),
     "env": ("neuron_accel.cli.env", "show versions, hardware and settings, for bug reports"),
-    "plan": ("neuron_accel.cli.plan", "count what a training run needs, without hardware"),
-    "calibrate": ("neuron_accel.cli.calibrate", "measure this machine, so that plan predicts time on it"),
     "plugins": ("neuron_accel.cli.plugins", "list the installed strategies"),
     "new-plugin": ("neuron_accel.cli.new_plugin", "create a package with a strategy plugin"),
     "precompile": ("neuron_accel.cli.precompile", "compile the graphs of a training run ahead of time"),
@@ -39,7 +37,6 @@ distributions are entry points."""
 EPILOG = """\
 examples:
   neuron-accel launch --nproc-per-node 4 train.py --epochs 3    train on four ranks of this machine
-  neuron-accel plan --model some/folder --world-size 64 ...     count memory and traffic, without hardware
   neuron-accel test                                             check this installation
   neuron-accel env                                              print versions and settings for a bug report
   neuron-accel plugins                                          list the installed strategies

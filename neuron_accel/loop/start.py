@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from neuron_accel.engine.plan.plan import agree_on_plan
-from neuron_accel.engine.plan.planner import make_plan
+from neuron_accel.engine.plan.ranks import plan_for
 from neuron_accel.engine.runtime.replica_groups import PartitionLimit
 from neuron_accel.engine.runtime.run import Run
 from neuron_accel.errors import UsageError
@@ -16,7 +16,6 @@ from neuron_accel.errors import UsageError
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
     from neuron_accel.engine.plan.hardware import Hardware
-    from neuron_accel.engine.plan.plan import Plan
     from neuron_accel.engine.plan.plugin import StrategyPlugin
     from neuron_accel.engine.plan.registry import Registry
 
@@ -34,7 +33,7 @@ def begin(plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registr
         PlanError: if the plugins cannot run together on this many ranks, or on this hardware.
         DesyncError: on every rank, if ranks were configured differently.
     """
-    plan = agree_on_plan(lambda: plan_for(backend.world_size, plugins, backend, registry, hardware), backend)
+    plan = agree_on_plan(lambda: plan_for(plugins, backend, registry, hardware), backend)
     if hardware is not None:
         backend.limit_rings(hardware.ring_problem)
     if hardware is not None and hardware.partitions is not None:
@@ -44,25 +43,6 @@ def begin(plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registr
     for axes in ((), mesh.gradient_axes, mesh.data_axes, mesh.model_axes, (*mesh.model_axes, *mesh.gradient_axes)):
         run.group(*axes)  # created now, in the same order on every rank
     return run
-
-
-def plan_for(
-    ranks: int, plugins: Sequence[StrategyPlugin], backend: Backend, registry: Registry, hardware: Hardware | None
-) -> Plan:
-    """Makes the plan of ``plugins`` on any number of ranks, each like those of ``backend``.
-
-    Raises:
-        PlanError: if the plugins cannot run together on this many ranks, or on this hardware.
-    """
-    return make_plan(
-        plugins,
-        world_size=ranks,
-        backend_capabilities=backend.capabilities,
-        backend_missing=backend.missing,
-        default_owners=registry.default_owners(),
-        provenance=registry.provenance,
-        hardware=hardware,
-    )
 
 
 def check_connected(world_size: int, known_to_accelerate: int) -> None:

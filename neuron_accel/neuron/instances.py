@@ -80,6 +80,9 @@ class Instance:
     hosts: int = 1
     torus: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.name}, {self.chips} chips with {self.physical_cores} physical cores>"
+
     def cores(self, lnc: int | None = None) -> int:
         """Number of logical cores, which is the largest number of ranks."""
         return self.physical_cores // self.logical(lnc)

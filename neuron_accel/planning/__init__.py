@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run needs, counted without hardware by a dry run of one rank of any number of ranks."""
+"""Names of the package neuron-accel-plan; where it is installed, they can be imported from here."""
 
-from neuron_accel.planning.entry import plan
-from neuron_accel.planning.layout import LayoutCount
+from __future__ import annotations
 
-__all__ = ["LayoutCount", "plan"]
+from typing import Any
+
+from neuron_accel.doors import moved
+
+
+def __getattr__(name: str) -> Any:
+    return moved(name, __name__, "neuron-accel-plan")

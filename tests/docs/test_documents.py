@@ -18,7 +18,7 @@ from neuron_accel.doors import COMMANDS, offered_by
 from neuron_accel.engine.plan.config import load_config
 from neuron_accel.testing import run_ranks
 from tests.docs.test_guides import run_blocks
-from tests.guests import helper, is_installed
+from tests.guests import helper, is_installed, skip_without_packages_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -66,6 +66,7 @@ def test_configurations_load(text):
 @pytest.mark.parametrize("text", blocks("python"))
 def test_code_compiles_and_imports_what_exists(text):
     tree = ast.parse(text)
+    skip_without_packages_of(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "neuron_accel":
             module = importlib.import_module(node.module)
@@ -74,7 +75,7 @@ def test_code_compiles_and_imports_what_exists(text):
 
 def needs_its_package(words):
     """Skips a command of a package that is not installed."""
-    package = offered_by(COMMANDS, words[0])
+    package = offered_by(COMMANDS, "plan" if "--check-memory" in words else words[0])
     if package is not None and not is_installed(package):
         pytest.skip(f"{package} is not installed")
 

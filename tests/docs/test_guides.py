@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from neuron_accel.testing import run_ranks
+from tests.guests import skip_without_packages_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -101,6 +102,7 @@ def starts_ranks(block):
 
 @pytest.mark.parametrize("text", [block for block in blocks() if not of_torch_xla(block) and not starts_ranks(block)])
 def test_a_block_of_a_guide_runs(text, tmp_path):
+    skip_without_packages_of(text)
     ranks, backend = (1, None) if re.search(r"\b(DryRun|plan)\(", text) else (2, "gloo")  # a dry run is one process
     run_ranks(run_blocks, ranks, [text], str(tmp_path), backend=backend)
 

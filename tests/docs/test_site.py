@@ -25,8 +25,8 @@ pytestmark = pytest.mark.timeout(300)
 def site(tmp_path_factory):
     for name in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(name, reason=f"{name} is not installed (the extra docs)")
-    pytest.importorskip("neuron_accel_report", reason="the reference describes its plugin, too")
-    pytest.importorskip("neuron_accel_emulation", reason="the reference describes it, too")
+    for name in ("neuron_accel_report", "neuron_accel_plan", "neuron_accel_emulation"):
+        pytest.importorskip(name, reason="the reference describes it, too")
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(folder / "doctrees")]
     done = subprocess.run(

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "backends": {"backends", "doors", "errors"},
     "engine": {"engine", "backends", "doors", "errors"},
     "contract": {"models", "lazy", "engine", "backends", "errors"},
+    "commands": {"web_page", "cli"},
     "models": {"models", "engine", "errors"},
     "lazy": {"lazy", "engine", "checkpoint", "errors"},
     "strategies": {"strategies", "contract"},
@@ -49,11 +50,10 @@ MAY_IMPORT = {
         "storage",
         "errors",
     },
-    "planning": {"", "planning", "web_page", "models", "neuron", "accelerator", "engine", "backends", "errors"},
+    "planning": {"doors"},
     "cli": {
         "",
         "cli",
-        "planning",
         "strategies",
         "models",
         "checkpoint",
@@ -80,7 +80,7 @@ MAY_IMPORT = {
     },
 }
 PUBLIC = re.compile(
-    r"neuron_accel\.[A-Za-z_0-9]*[A-Z]\w*|neuron_accel\.(__version__|plan|register_\w+|\w*lazy\w*|materialize)"
+    r"neuron_accel\.[A-Za-z_0-9]*[A-Z]\w*|neuron_accel\.(__version__|register_\w+|\w*lazy\w*|materialize)"
 )
 NOT_IN_ENGINE = {"accelerate", "torch_xla", "transformers"}
 

@@ -8,13 +8,13 @@ import re
 
 import pytest
 
-from neuron_accel.planning.report import html_report
 from tests.browser import browser, complaints, missing, needs_browser, resize, scheme
 from tests.guests import helper
-from tests.unit.planning.test_report import entry
 
 page = pytest.importorskip("neuron_accel_report.page").page
 several = pytest.importorskip("neuron_accel_report.summary").several
+html_report = pytest.importorskip("neuron_accel_plan.report").html_report
+entry = helper("neuron-accel-plan", "test_plan_report").entry
 made_up = helper("neuron-accel-report", "report_made_up")
 late, write_run = made_up.late, made_up.write_run
 EVIL = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"

@@ -21,7 +21,13 @@ from typing import Any
 import pytest
 
 DESCRIPTION = Path(__file__).with_name("public_surface.txt")
-MODULES = ("neuron_accel", "neuron_accel.contract", "neuron_accel.testing", "neuron_accel.testing.devices")
+MODULES = (
+    "neuron_accel",
+    "neuron_accel.commands",
+    "neuron_accel.contract",
+    "neuron_accel.testing",
+    "neuron_accel.testing.devices",
+)
 
 
 def describe() -> str:

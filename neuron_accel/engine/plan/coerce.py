@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from neuron_accel.engine.plan.serialize import is_dtype
-from neuron_accel.engine.plan.source import Location
+from neuron_accel.engine.plan.source import Location, open_document
 from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginError, did_you_mean
 
 T = TypeVar("T")
@@ -38,6 +38,22 @@ _LISTS: dict[Any, Any] = {
 }
 _SETS = (set, frozenset, collections.abc.Set)
 _MAPPINGS = (dict, collections.abc.Mapping)
+
+
+def load_dataclass(cls: type[T], source: str | os.PathLike[str] | Mapping[str, Any], subject: str) -> T:
+    """Creates an object of a dataclass from a YAML file, which is read as data: it cannot name code.
+
+    Args:
+        cls: the dataclass.
+        source: the file, or a mapping of the same form.
+        subject: description of the object in messages, such as ``"the calibration"``.
+
+    Raises:
+        ConfigurationError: if it cannot be read, for an unknown or missing field, a wrong type, or a value that the
+            class rejects.
+    """
+    data, root = open_document(source)
+    return build(cls, data, root, subject)
 
 
 def build(cls: type[T], options: Any, at: Location, subject: str) -> T:

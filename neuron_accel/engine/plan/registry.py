@@ -352,6 +352,18 @@ def register_plugin(cls: type[StrategyPlugin], *, override: bool = False) -> typ
     return default_registry().register(cls, override=override)
 
 
+def plugin_classes() -> list[type[StrategyPlugin]]:
+    """Returns the classes of all plugins that are installed or registered, sorted by name. Those that cannot be loaded
+    are left out, as they are for runs that do not name them."""
+    registry, found = default_registry(), []
+    for entry in registry.entries():
+        try:
+            found.append(registry.get(entry.name))
+        except PluginError:
+            continue
+    return found
+
+
 def _value(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 

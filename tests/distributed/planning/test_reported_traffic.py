@@ -10,6 +10,7 @@ from neuron_accel.testing import run_ranks
 from tests.distributed.as_predicted import as_predicted
 
 reports = pytest.importorskip("neuron_accel_report")
+pytest.importorskip("neuron_accel_plan")
 
 COMPOSITIONS = {
     "dp2": ([], 2),
@@ -53,7 +54,7 @@ def run_as_predicted(plugins, report):
 def predict(plugins, ranks, path, folder):
     import json
 
-    from neuron_accel.planning.script import count_training
+    from neuron_accel_plan import count_training
 
     report = {"folder": folder, "predicted": path, "show": "nothing"}
     count = count_training(lambda: in_script(plugins, report), world_size=ranks, step=2)

@@ -10,40 +10,18 @@ from functools import cache, partial
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from neuron_accel.testing import run_ranks
 from tests.distributed.as_predicted import as_predicted
 from tests.distributed.backends.test_dry_run import COMPOSITIONS, plugins_of
+from tests.guests import helper
+
+pytest.importorskip("neuron_accel_plan")
 
 
 def count(names: Sequence[str], dry_run=None):
-    """A step of a small Llama in two micro-batches: the peak, the most of each part, traffic, operations, weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from neuron_accel import NeuronAccelerator
-    from neuron_accel.planning.memory import PARTS
-    from neuron_accel.planning.step import count_step
-
-    accelerator = NeuronAccelerator(
-        plugins=plugins_of(names), backend=dry_run or "torch", gradient_accumulation_steps=2
-    )
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(num_hidden_layers=3, vocab_size=256, attn_implementation="eager", **size)
-
-    def build():
-        torch.manual_seed(0)
-        with torch.device("meta" if dry_run else "cpu"):
-            return LlamaForCausalLM(config)
-
-    def batch():
-        ids = torch.ones(2, 64, dtype=torch.int64, device=accelerator.device)
-        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-
-    found = count_step(accelerator, build, batch, blocks="model.layers")
-    most = {part: max(peak.parts[part] for peak in found.peaks) for part in PARTS}
-    return found.peak.total, most, found.flows, found.operations, found.weights
+    return helper("neuron-accel-plan", "plan_support").count(names, dry_run)
 
 
 class FreedWithIt:

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from neuron_accel.cli import terminal as cli_terminal
-from neuron_accel.cli.calibrate import describe
 from neuron_accel.cli.main import COMMANDS, main
 from neuron_accel.cli.terminal import Bar, format_command, format_pairs, format_table, show
+from tests.guests import is_installed
 from tests.unit.cli.screen import capture, terminal
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
@@ -23,7 +23,6 @@ SEARCH = "plan --model config.json --instances 1 --instance trn1.2xlarge --globa
 SHOWN = {
     "launch": ["launch --dry-run --cpu --nproc-per-node 4 --log-dir some/folder train.py --epochs 3"],
     "env": ["env", "env --network"],
-    "plan": [f"{PLAN} --tensor-parallel-size 2 --zero-1"],
     "plugins": ["plugins"],
     "new-plugin": ["new-plugin a_name_that_is_rather_long_for_a_plugin --kind axis"],
     "precompile": ["precompile --dry-run -- neuron-accel launch --nproc-per-node 32 train.py --learning-rate 1e-4"],
@@ -39,7 +38,9 @@ SHOWN = {
     "inspect": ["inspect checkpoint --all"],
     "verify": ["verify checkpoint"],
 }
-"""Commands that run in this process, by subcommand. ``test`` and ``calibrate`` start ranks, and have own tests."""
+"""Commands that run in this process, by subcommand. ``test`` starts ranks, and has own tests."""
+
+OF_PACKAGES = [f"{PLAN} --tensor-parallel-size 2 --zero-1"] if is_installed("neuron-accel-plan") else []
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +85,11 @@ def too_long(lines, columns):
 
 
 def test_what_every_command_shows_is_looked_at():
-    assert {*SHOWN, "test", "calibrate"} == set(COMMANDS)
+    assert {*SHOWN, "test"} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-@pytest.mark.parametrize("command", [command for commands in SHOWN.values() for command in commands])
+@pytest.mark.parametrize("command", [*(command for commands in SHOWN.values() for command in commands), *OF_PACKAGES])
 def test_what_a_command_shows_fits_the_terminal(command, columns, folder):
     code, lines = capture(command.split(), columns)
     assert code == 0 or "network" in command, lines  # this machine may have no EFA
@@ -97,6 +98,7 @@ def test_what_a_command_shows_fits_the_terminal(command, columns, folder):
 
 
 def test_the_search_and_its_progress_fit_a_small_terminal(folder):
+    pytest.importorskip("neuron_accel_plan")
     code, lines = capture(SEARCH.split(), 60)
     assert code in (0, 1), lines  # whether a layout fits is not the matter
     assert any(line.startswith("dry runs: 1 of at least") for line in lines)
@@ -104,7 +106,7 @@ def test_the_search_and_its_progress_fit_a_small_terminal(folder):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-@pytest.mark.parametrize("name", ["", *COMMANDS])
+@pytest.mark.parametrize("name", ["", *COMMANDS, *(["calibrate", "plan"] if OF_PACKAGES else [])])
 def test_help_is_shown_as_wide_as_the_terminal(name, columns):
     code, lines = capture([*name.split(), "--help"], columns)
     assert code == 0
@@ -120,7 +122,7 @@ def test_help_is_shown_as_wide_as_the_terminal(name, columns):
         "launc",
         "inspect config.json",
         "schedule --schedule interleaved",
-        "plan --model config.json --world-size 3 --global-batch 8 --sequence 16 --tensor-parallel-size 2",
+        *(command.replace("--world-size 8", "--world-size 3") for command in OF_PACKAGES),
     ],
 )
 def test_errors_fit_the_terminal(command, folder):
@@ -132,7 +134,8 @@ def test_errors_fit_the_terminal(command, folder):
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_measured_constants_fit_the_terminal(columns, tmp_path):
-    from neuron_accel.planning.calibration import load_calibration
+    describe = pytest.importorskip("neuron_accel_plan.calibrate_command").describe
+    from neuron_accel_plan import load_calibration
 
     constants = {"product": {"float32": [[1e6, 1e10], [1e9, 2e11]]}, "element-wise": {"bfloat16": [[1e6, 1e9]]}}
     (tmp_path / "machine.yaml").write_text(

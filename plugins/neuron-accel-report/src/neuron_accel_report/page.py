@@ -12,9 +12,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from neuron_accel.commands import COLOURS, colour, document, format_bytes, format_seconds, table
 from neuron_accel_report.records import Straggler, TrafficRow
 from neuron_accel_report.summary import POINTS, ROWS, LateRank, RunSummary, Series, part_names
-from neuron_accel_report.web_page import COLOURS, colour, document, format_bytes, format_seconds, table
 
 _STYLE = """
 figure { position: relative; margin: 0.5em 0 1.2em; }

@@ -8,8 +8,9 @@ import json
 import sys
 from pathlib import Path
 
+from neuron_accel.commands import show
 from neuron_accel.contract import ConfigurationError
-from neuron_accel_report.terminal import show, write_whole
+from neuron_accel_report.files import write_whole
 
 DESCRIPTION = """\
 Make a trace of steps of a run that the plugin run_report has reported: what every rank did when, with its collectives,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from neuron_accel.planning.shapes import tensors_in
+from neuron_accel_plan.shapes import tensors_in
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.events import Traffic
+    from neuron_accel.contract import Traffic
 
 PRODUCT = "product"
 BATCHED_PRODUCT = "batched product"

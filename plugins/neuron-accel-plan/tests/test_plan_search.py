@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from neuron_accel.cli.main import main
-from neuron_accel.errors import ConfigurationError, UsageError
+from neuron_accel.commands import main
+from neuron_accel.contract import ConfigurationError, UsageError
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -29,8 +29,8 @@ def command(folder, *words):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, tmp_path, capsys, monkeypatch):
-    from neuron_accel.engine.plan.config import load_config
-    from neuron_accel.neuron.instances import Instance
+    from neuron_accel import Instance
+    from neuron_accel.contract import load_config
 
     # Few layouts to run: a core that holds what is sharded, and not the whole state.
     monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 3 << 20)
@@ -56,9 +56,10 @@ def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, 
 
 @pytest.mark.timeout(120)
 def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, monkeypatch):
+    from neuron_accel_plan import search
+    from neuron_accel_plan.layout import Planner
+
     from neuron_accel import TensorParallelPlugin
-    from neuron_accel.planning import search
-    from neuron_accel.planning.layout import Planner
 
     monkeypatch.setattr(search, "_WORTHWHILE", 0.0)
     arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 64, "instance": "trn1.2xlarge"}
@@ -88,10 +89,10 @@ def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, mon
 
 def test_layouts_that_keep_the_same_activations_are_judged_by_one(folder):
     """The first is counted and does not fit; the second is not counted, and the third fits by the same correction."""
-    from neuron_accel import FullyShardedPlugin, Zero1Plugin
-    from neuron_accel.neuron.instances import find_instance
-    from neuron_accel.planning import search
-    from neuron_accel.planning.layout import Planner
+    from neuron_accel_plan import search
+    from neuron_accel_plan.layout import Planner
+
+    from neuron_accel import FullyShardedPlugin, Zero1Plugin, find_instance
 
     arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 64, "instance": "trn1.2xlarge"}
     planner, asked = Planner(**arguments), []
@@ -122,6 +123,9 @@ def test_layouts_that_keep_the_same_activations_are_judged_by_one(folder):
 
 def test_what_is_written_trains_with_the_layout(folder, tmp_path):
     """Every option of the layout, also those of plugins that others bring."""
+    from neuron_accel_plan.layout import Planner
+    from neuron_accel_plan.search import Layout, Ranked, Search
+
     from neuron_accel import (
         ActivationCheckpointingPlugin,
         FullyShardedPlugin,
@@ -130,9 +134,7 @@ def test_what_is_written_trains_with_the_layout(folder, tmp_path):
         TensorParallelPlugin,
         Zero1Plugin,
     )
-    from neuron_accel.engine.plan.config import load_config
-    from neuron_accel.planning.layout import Planner
-    from neuron_accel.planning.search import Layout, Ranked, Search
+    from neuron_accel.contract import load_config
 
     tensor, sequence = TensorParallelPlugin(tensor_parallel_size=2), SequenceParallelPlugin()
     pipeline = PipelineParallelPlugin(
@@ -170,7 +172,7 @@ def test_what_is_written_trains_with_the_layout(folder, tmp_path):
 
 
 def test_nothing_fits_is_an_exit_code_and_says_why(folder, capsys, monkeypatch):
-    from neuron_accel.neuron.instances import Instance
+    from neuron_accel import Instance
 
     monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 1 << 10)
     assert command(folder, "--why") == 1
@@ -193,7 +195,7 @@ def test_nothing_fits_is_an_exit_code_and_says_why(folder, capsys, monkeypatch):
     ],
 )
 def test_what_a_search_refuses(folder, options, words):
-    from neuron_accel import plan
+    from neuron_accel_plan import plan
 
     with pytest.raises(ConfigurationError) as caught:
         plan(folder, global_batch=4, sequence=64, **options)

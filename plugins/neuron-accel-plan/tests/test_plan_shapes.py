@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from neuron_accel.planning.shapes import Results
+from neuron_accel_plan.shapes import Results
 
 aten = torch.ops.aten
 
@@ -58,7 +57,7 @@ def test_results_are_tensors_of_their_own():
 
 
 def test_a_product_whose_operations_are_unknown_is_told_apart():
-    from neuron_accel.planning.shapes import _counter
+    from neuron_accel_plan.shapes import _counter
 
     class Unknown:
         def __str__(self) -> str:

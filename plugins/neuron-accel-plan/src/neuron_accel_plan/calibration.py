@@ -15,12 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from neuron_accel.engine.plan.coerce import build
-from neuron_accel.engine.plan.source import open_document
-from neuron_accel.errors import ConfigurationError
+from neuron_accel.contract import ConfigurationError, load_dataclass
 
 if TYPE_CHECKING:
-    from neuron_accel.neuron.instances import Instance
+    from neuron_accel import Instance
 
 FORMAT = 1
 """Version of the file that ``neuron-accel calibrate`` writes."""
@@ -92,7 +90,7 @@ class Machine:
     Args:
         name: the instance type, or what was measured.
         kernels: operations per second of kernels that multiply, and bytes per second of others, by kind of kernel
-            (:data:`~neuron_accel.planning.trace.KINDS`) and dtype, as a function of the operations or bytes of one
+            (:data:`~neuron_accel_plan.trace.KINDS`) and dtype, as a function of the operations or bytes of one
             kernel. The dtype ``""`` stands for all that are not named, and a kind that is missing is like the first
             of its group, ``"product"`` or ``"element-wise"``.
         fixed: seconds that a kernel takes whatever its size, by phase of the step; ``""`` stands for other phases.
@@ -265,7 +263,7 @@ class CalibrationFile:
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from neuron_accel.planning.trace import KINDS
+        from neuron_accel_plan.trace import KINDS
 
         if self.neuron_accel_calibration != FORMAT:
             _refuse(
@@ -364,5 +362,4 @@ def load_calibration(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mach
     Raises:
         ConfigurationError: if it cannot be read, or a field is unknown, missing, or has a value that no machine has.
     """
-    data, root = open_document(source)
-    return build(CalibrationFile, data, root, "the calibration").to_machine()
+    return load_dataclass(CalibrationFile, source, "the calibration").to_machine()

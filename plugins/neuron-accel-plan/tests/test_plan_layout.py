@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
+from neuron_accel_plan.plan_command import SCHEDULES
 
-from neuron_accel.cli.main import main
-from neuron_accel.errors import ConfigurationError, PlanError, UsageError
+from neuron_accel.commands import main
+from neuron_accel.contract import ConfigurationError, PlanError, UsageError
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -23,14 +25,14 @@ def folder(tmp_path_factory):
 
 
 def planned(folder, **options):
-    from neuron_accel import plan
+    from neuron_accel_plan import plan
 
     return plan(folder, **{"world_size": 8, "global_batch": 16, "sequence": 64, **options})
 
 
 @pytest.mark.parametrize("names", [(), ("tp", "sp"), ("tp", "zero1", "recompute"), ("tp", "stage 3")], ids="+".join)
 def test_few_blocks_stand_for_many(folder, names):
-    from tests.distributed.backends.test_dry_run import plugins_of
+    from plan_support import plugins_of
 
     few, all_ = (planned(folder, plugins=plugins_of(names), full_depth=deep) for deep in (False, True))
     assert few.extrapolated
@@ -41,6 +43,13 @@ def test_few_blocks_stand_for_many(folder, names):
         assert few.step.peak.parts[exact] == pytest.approx(all_.step.peak.parts[exact], rel=0.01)
     sent = [{(f.op, f.axis): f.sent for f in counted.step.flows} for counted in (few, all_)]
     assert sent[0] == pytest.approx(sent[1], rel=0.01, abs=256)
+
+
+def test_a_count_has_a_repr_that_one_can_read(folder):
+    shown = repr(planned(folder))
+    assert shown.startswith("<LayoutCount: LlamaForCausalLM, dp 8, rank 0; <StepCount: peak ")
+    assert len(shown) < 200
+    assert "\n" not in shown
 
 
 def test_few_micro_batches_stand_for_many(folder):
@@ -70,9 +79,9 @@ def test_the_fullest_stage_is_found(folder):
 
 
 def test_a_calibration_alone_predicts_the_time_of_a_pipeline(folder):
-    from neuron_accel import PipelineParallelPlugin
-    from neuron_accel.neuron.instances import find_instance
-    from neuron_accel.planning.calibration import machine_of
+    from neuron_accel_plan.calibration import machine_of
+
+    from neuron_accel import PipelineParallelPlugin, find_instance
 
     counted = planned(folder, plugins=[PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)])
     with pytest.raises(UsageError, match="without an instance"):
@@ -88,10 +97,10 @@ def sent(count):
 
 @pytest.mark.parametrize("kind", ["zero1", "plain", "pipeline"])
 def test_one_step_stands_for_the_second(kind):
+    from neuron_accel_plan.layout import Planner
     from transformers import LlamaConfig
 
     from neuron_accel import PipelineParallelPlugin, Zero1Plugin
-    from neuron_accel.planning.layout import Planner
 
     pipeline = PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)
     plugins = {"zero1": [Zero1Plugin()], "plain": [], "pipeline": [pipeline, Zero1Plugin()]}[kind]
@@ -108,10 +117,8 @@ def test_one_step_stands_for_the_second(kind):
 
 
 def test_models_whose_blocks_differ_run_at_full_depth():
+    from neuron_accel_plan.layout import _alike_blocks, model_without_weights
     from transformers import LlamaConfig, Qwen3Config
-
-    from neuron_accel.models.support import model_without_weights
-    from neuron_accel.planning.layout import _alike_blocks
 
     alike = LlamaConfig(num_hidden_layers=5, vocab_size=256, **SIZE)
     assert _alike_blocks(alike, model_without_weights(alike)) == "model.layers"
@@ -153,8 +160,7 @@ def test_operations_are_those_of_the_experts_that_a_token_visits():
 
 def test_products_without_a_formula_are_named():
     import torch
-
-    from neuron_accel.planning.memory import StepCounter
+    from neuron_accel_plan.memory import StepCounter
 
     with StepCounter(torch.device("cpu")) as counter:
         torch.ops.aten._int_mm(torch.ones(32, 32, dtype=torch.int8), torch.ones(32, 32, dtype=torch.int8))
@@ -246,7 +252,7 @@ def test_the_command_prints_memory_traffic_and_operations(folder, capsys, monkey
 
 
 def test_what_does_not_fit_is_an_exit_code(folder, capsys, monkeypatch):
-    from neuron_accel.neuron.instances import Instance
+    from neuron_accel import Instance
 
     monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 1 << 18)
     assert command(folder, "--instance", "trn1.32xlarge") == 1
@@ -287,3 +293,10 @@ def test_the_command_counts_a_pipeline(folder, capsys):
     assert "--num-microbatches, --schedule have no effect without a pipeline" in capsys.readouterr().err
     assert command(folder, *options[:4], "--virtual-stages", "0") == 2
     assert "--virtual-stages" in capsys.readouterr().err
+
+
+def test_schedules_are_those_of_pipelines(capsys):
+    with pytest.raises(SystemExit):
+        main(["schedule", "--schedule", "none"])
+    _, _, names = capsys.readouterr().err.partition("choose from")
+    assert re.findall(r"[\w-]+", names.partition(")")[0]) == [*SCHEDULES]

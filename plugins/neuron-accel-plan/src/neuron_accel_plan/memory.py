@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.planning.shapes import Results, tensors_in
-from neuron_accel.planning.trace import Tracer
+from neuron_accel_plan.shapes import Results, tensors_in
+from neuron_accel_plan.trace import Tracer
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"

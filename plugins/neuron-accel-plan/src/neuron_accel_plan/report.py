@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from neuron_accel.planning.layout import LayoutCount
-from neuron_accel.planning.memory import PARTS
-from neuron_accel.planning.time import Span, StepTime
-from neuron_accel.web_page import colour, document, format_bytes, format_seconds, pairs, table
+from neuron_accel.commands import colour, document, format_bytes, format_seconds, pairs, table
+from neuron_accel_plan.layout import LayoutCount
+from neuron_accel_plan.memory import PARTS
+from neuron_accel_plan.time import Span, StepTime
 
 _WIDTH, _LEFT, _RIGHT, _ROW = 960, 190, 90, 30
 _STYLE = """

@@ -16,19 +16,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.cli import _rank
-from neuron_accel.cli.host import count_cores
-from neuron_accel.cli.parser import Parser, naming_options
-from neuron_accel.cli.terminal import format_table, show, table_width, terminal_width, wrap_words
-from neuron_accel.errors import ConfigurationError, NeuronAccelError
-from neuron_accel.strategies.pipeline.schedules import SCHEDULES
+from neuron_accel.commands import (
+    Parser,
+    format_table,
+    naming_options,
+    run_module,
+    run_script,
+    show,
+    table_width,
+    terminal_width,
+    wrap_words,
+)
+from neuron_accel.contract import ConfigurationError, NeuronAccelError
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.plan.plugin import StrategyPlugin
-    from neuron_accel.planning import LayoutCount
-    from neuron_accel.planning.script import ScriptCount
-    from neuron_accel.planning.search import Search
-    from neuron_accel.planning.time import StepTime
+    from neuron_accel import Instance
+    from neuron_accel.contract import StrategyPlugin
+    from neuron_accel_plan.layout import LayoutCount
+    from neuron_accel_plan.script import ScriptCount
+    from neuron_accel_plan.search import Search
+    from neuron_accel_plan.time import StepTime
 
 DESCRIPTION = """\
 Count the memory of a rank by part, what it sends along each axis of the mesh, and its operations in one optimizer step.
@@ -76,6 +83,9 @@ LESS = {
     "temporary": "smaller micro-batches that are accumulated, flash attention, or sequence parallelism",
 }
 """What makes each part of memory smaller."""
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+"""Those of PipelineParallelPlugin, whose module would import torch."""
 
 _OPTIONS = {
     "world_size": "--world-size",
@@ -139,16 +149,23 @@ def add_arguments(parser: Parser) -> None:
     where.add_argument("--full-depth", action="store_true", help="run every block instead of extrapolating")
     where.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures, for a browser")
     where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
+    script.add_argument("--brief", action="store_true", help="print only whether a rank fits a core of the instance")
+    script.add_argument("--lnc", type=int, metavar="N", help="physical cores in a logical one, with --brief")
     search = parser.add_argument_group("search, with --instances")
     search.add_argument("--best", type=int, default=10, metavar="N", help="layouts to find (default: 10)")
-    search.add_argument("--jobs", type=int, default=count_cores(), metavar="N", help="processes (default: all cores)")
+    search.add_argument("--jobs", type=int, default=_cores(), metavar="N", help="processes (default: all cores)")
     search.add_argument("--why", action="store_true", help="also print why each other layout was ruled out")
     search.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the fastest layout")
     search.add_argument("--price-per-hour", type=float, metavar="X", help="of an instance, for the price of tokens")
 
 
+def _cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def run(args: argparse.Namespace) -> int:
-    from neuron_accel.planning import plan
+    from neuron_accel_plan.entry import plan
 
     if args.script is not None:
         return _count_script(args)
@@ -183,7 +200,9 @@ def _report(counted: LayoutCount, args: argparse.Namespace, script: ScriptCount 
     predicted = _predicted(counted, args)
     if args.html is not None:
         _write(args.html, {counted.mesh: (counted, predicted)})
-    if args.json:
+    if args.brief:
+        show(_brief(counted, args))
+    elif args.json:
         plain = None if predicted is None else predicted.to_dict()
         print(json.dumps({**(script or counted).to_dict(), "time": plain}, indent=2))
     else:
@@ -196,7 +215,7 @@ def _report(counted: LayoutCount, args: argparse.Namespace, script: ScriptCount 
 
 
 # ---- a script --------------------------------------------------------------------------------------------------------
-_OF_A_SCRIPT = ("module", "nproc_per_node", "nnodes", "steps", "script_args")
+_OF_A_SCRIPT = ("module", "nproc_per_node", "nnodes", "steps", "brief", "lnc", "script_args")
 _DEGREES = ("tensor_parallel_size", "pipeline_parallel_size")
 _OF_A_MODEL = (
     *(
@@ -243,7 +262,7 @@ def _option(name: str) -> str:
 
 
 def _count_script(args: argparse.Namespace) -> int:
-    from neuron_accel.planning.script import count_training
+    from neuron_accel_plan.script import count_training
 
     given = [name for name in _OF_A_MODEL if getattr(args, name)]
     given += [name for name in _DEGREES if getattr(args, name) != 1]
@@ -262,10 +281,14 @@ def _count_script(args: argparse.Namespace) -> int:
             f"--world-size {args.world_size} and {ranks} ranks on all machines contradict each other.",
             fix="leave --world-size out",
         )
+    if args.instance is None and (args.brief or args.lnc is not None):
+        raise ConfigurationError("--brief compares with a core, which is not known.", fix="add --instance")
+    if args.lnc is not None and not args.brief:
+        raise ConfigurationError("--lnc has no effect without --brief.", fix="add --brief, or leave it out")
     try:
         with naming_options({"step": "--steps"}), _as_main(args.script, args.script_args):
             counted = count_training(
-                lambda: (_rank.run_module if args.module else _rank.run_script)(args.script),
+                lambda: (run_module if args.module else run_script)(args.script),
                 world_size=args.world_size or ranks,
                 rank=args.rank or 0,
                 step=2 if args.steps is None else args.steps,
@@ -275,6 +298,34 @@ def _count_script(args: argparse.Namespace) -> int:
         _show_cause(error)
         raise
     return _report(counted.layout, args, counted)
+
+
+def _brief(counted: LayoutCount, args: argparse.Namespace) -> str:
+    from neuron_accel import find_instance
+
+    step = "the second step" if args.steps in (None, 2) else f"step {args.steps}"
+    return fits(counted.step.peak.parts, f"{step} of rank {counted.rank}", find_instance(args.instance), args.lnc)
+
+
+def fits(parts: Mapping[str, int], step: str, instance: Instance, lnc: int | None) -> str:
+    """Returns a sentence that says whether a rank fits a core.
+
+    Args:
+        parts: bytes at the peak of a step, by part.
+        step: the step and the rank, as text.
+        instance: the instance.
+        lnc: physical cores in a logical core; None: the instance's default.
+    """
+    total, room = sum(parts.values()), instance.core_bytes(lnc)
+    what = f"{total / 2**30:.3g} GiB at the peak of {step}"
+    core = f"the {room / 2**30:.3g} GiB of a core of {instance.name}"
+    if total <= room:
+        return f"memory: {what}, {total / room:.0%} of {core}; without the memory of the runtime and of compiled graphs"
+    largest = max(parts, key=lambda part: parts[part])
+    return (
+        f"WARNING: this run does NOT fit: {what}, more than {core}; "
+        f"the largest part, {largest}, becomes smaller with {LESS[largest]}"
+    )
 
 
 @contextlib.contextmanager
@@ -318,7 +369,7 @@ def _remarks(counted: ScriptCount, script: str) -> list[str]:
 
 
 def _write(path: Path, layouts: Mapping[str, tuple[LayoutCount, StepTime | None]]) -> None:
-    from neuron_accel.planning.report import Entry, html_report
+    from neuron_accel_plan.report import Entry, html_report
 
     page = html_report([Entry(label, counted, time) for label, (counted, time) in layouts.items()])
     try:
@@ -332,8 +383,8 @@ def _write(path: Path, layouts: Mapping[str, tuple[LayoutCount, StepTime | None]
 
 
 def _predicted(counted: LayoutCount, args: argparse.Namespace) -> StepTime | None:
-    from neuron_accel.planning.calibration import load_calibration
-    from neuron_accel.planning.time import predict_time
+    from neuron_accel_plan.calibration import load_calibration
+    from neuron_accel_plan.time import predict_time
 
     calibration = None if args.calibration is None else load_calibration(args.calibration)
     machine = args.instance or calibration
@@ -341,8 +392,8 @@ def _predicted(counted: LayoutCount, args: argparse.Namespace) -> StepTime | Non
 
 
 def _search(args: argparse.Namespace) -> int:
-    from neuron_accel.planning import plan
-    from neuron_accel.planning.calibration import load_calibration
+    from neuron_accel_plan.calibration import load_calibration
+    from neuron_accel_plan.entry import plan
 
     layout = ("world_size", "config", "accumulation", "rank", "full_depth", "sequence_parallel", "zero1", "recompute")
     pipeline = ("num_microbatches", "schedule", "virtual_stages")
@@ -390,12 +441,14 @@ def _progress(done: int, total: int) -> None:
 
 
 def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
-    from neuron_accel.strategies.activation_checkpointing import ActivationCheckpointingPlugin
-    from neuron_accel.strategies.flash_attention import FlashAttentionPlugin
-    from neuron_accel.strategies.pipeline.plugin import PipelineParallelPlugin
-    from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
-    from neuron_accel.strategies.tensor_parallel.plugin import TensorParallelPlugin
-    from neuron_accel.strategies.zero1 import Zero1Plugin
+    from neuron_accel import (
+        ActivationCheckpointingPlugin,
+        FlashAttentionPlugin,
+        PipelineParallelPlugin,
+        SequenceParallelPlugin,
+        TensorParallelPlugin,
+        Zero1Plugin,
+    )
 
     for name in _DEGREES:
         if getattr(args, name) < 1:

@@ -17,25 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.backends.dry_run import DryRunBackend
-from neuron_accel.backends.select import DryRun
-from neuron_accel.engine.plan.planner import make_plan
-from neuron_accel.engine.plan.plugin import LayoutSpace
-from neuron_accel.engine.plan.registry import default_registry
-from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
-from neuron_accel.models.support import model_without_weights
-from neuron_accel.neuron.instances import Instance, find_instance
-from neuron_accel.planning.calibration import Machine
-from neuron_accel.planning.shapes import Results
-from neuron_accel.planning.step import DEPTHS, StepCount, count_step, extrapolate, repeat
-from neuron_accel.planning.time import StepTime, predict_time
+from neuron_accel import DryRun, Instance, find_instance
+from neuron_accel.contract import (
+    ConfigurationError,
+    LayoutSpace,
+    PlanError,
+    UnsupportedModelError,
+    UsageError,
+    dry_plan,
+)
+from neuron_accel_plan.calibration import Machine
+from neuron_accel_plan.shapes import Results
+from neuron_accel_plan.step import DEPTHS, StepCount, count_step, extrapolate, repeat
+from neuron_accel_plan.time import StepTime, predict_time
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.engine.plan.mesh import Mesh
-    from neuron_accel.engine.plan.plan import Plan
-    from neuron_accel.engine.plan.plugin import Stages, StrategyPlugin
+    from neuron_accel.contract import Mesh, Plan, Stages, StrategyPlugin
 
 DTYPES = ("bfloat16", "float32")
 INSIDE, BETWEEN = "NeuronLink", "EFA"
@@ -222,17 +221,8 @@ class Planner:
         Raises:
             PlanError: if they cannot run together, on this many ranks or on the instance.
         """
-        backend = DryRunBackend(world_size=self.world_size)
-        registry = default_registry()
-        return make_plan(
-            plugins,
-            world_size=self.world_size,
-            backend_capabilities=backend.capabilities,
-            backend_missing=backend.missing,
-            default_owners=registry.default_owners(),
-            provenance=registry.provenance,
-            hardware=None if self.instance is None else self.instance.hardware(),
-        )
+        hardware = None if self.instance is None else self.instance.hardware()
+        return dry_plan(plugins, world_size=self.world_size, hardware=hardware)
 
     def count(
         self,
@@ -250,7 +240,7 @@ class Planner:
             accumulation: micro-batches in a step.
             rank, full_depth: see :func:`plan`.
             quick: whether to run one step instead of two (see ``warm_up`` of
-                :func:`~neuron_accel.planning.step.count_step`), and of a pipeline's stages between the first and the
+                :func:`~neuron_accel_plan.step.count_step`), and of a pipeline's stages between the first and the
                 last only those with more blocks than both, or more micro-batches whose activations are kept.
 
         Raises:
@@ -301,7 +291,7 @@ class Planner:
 
     def shallow(self, plugins: Sequence[StrategyPlugin]) -> list[StepCount]:
         """Counts a first step of one sample for each data-parallel rank, on the smallest mesh with these plugins, of
-        models with each number of blocks in :data:`~neuron_accel.planning.step.DEPTHS`.
+        models with each number of blocks in :data:`~neuron_accel_plan.step.DEPTHS`.
 
         Raises:
             NeuronAccelError: if that is not possible.
@@ -412,7 +402,7 @@ class Planner:
 
     def _dry(self, run: _Run) -> StepCount:
         with accelerate_set_aside():
-            from neuron_accel.accelerator import NeuronAccelerator
+            from neuron_accel import NeuronAccelerator
 
             accelerator = NeuronAccelerator(
                 plugins=run.plugins,
@@ -521,6 +511,14 @@ def _configuration(model: Any) -> Any:
             why=str(error).splitlines()[0],
             fix="pass the config.json that save_pretrained writes beside a model",
         ) from error
+
+
+def model_without_weights(config: Any) -> nn.Module:
+    """Returns the causal language model of a configuration, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _check_sequence(config: Any, sequence: int) -> None:

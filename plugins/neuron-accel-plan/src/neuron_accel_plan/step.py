@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.backends.dry_run import DryRunBackend
-from neuron_accel.planning.memory import (
+from neuron_accel_plan.memory import (
     ACTIVATIONS,
     BUCKETS,
     GRADIENTS,
@@ -28,13 +27,12 @@ from neuron_accel.planning.memory import (
     Peak,
     StepCounter,
 )
-from neuron_accel.planning.shapes import Results
-from neuron_accel.planning.trace import Trace, Tracer
+from neuron_accel_plan.shapes import Results
+from neuron_accel_plan.trace import Trace, Tracer
 
 if TYPE_CHECKING:
-    from neuron_accel.accelerator import NeuronAccelerator
-    from neuron_accel.backends.events import Transfer
-    from neuron_accel.engine.runtime.run import PreparedModel
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.contract import PreparedModel, Transfer
 
 
 KEPT = (GRADIENTS, MASTERS, STATE, BUCKETS)
@@ -138,7 +136,7 @@ def count_step(
             counter.forget_peaks()
             before = counter.operations
             with no_collection(), backend.record() as traffic:
-                if isinstance(backend, DryRunBackend) and not again:
+                if not backend.has_values and not again:
                     counter.tracer = Tracer(traffic, counter.find, lambda: backend.imitating)
                 _train(accelerator, counter, model, stepper, batch, max_norm)
         peaks = counter.peaks()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the constants of the machine it runs on: the script that each rank of ``neuron-accel calibrate`` runs.
 
-``python -m neuron_accel.planning.measure FILE [quick]``. Every rank measures at the same time, so that what ranks
+``python -m neuron_accel_plan.measure FILE [quick]``. Every rank measures at the same time, so that what ranks
 share (cores, memory bandwidth) is shared as in a training. A measurement is the median of rounds on each rank, then the
 mean over ranks; the quartiles of rounds give its bounds.
 """
@@ -23,13 +23,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.backends.base import Backend
-from neuron_accel.backends.events import Traffic
-from neuron_accel.backends.group import Group
-from neuron_accel.planning.calibration import FORMAT, CalibrationFile, Machine, dump_calibration
-from neuron_accel.planning.memory import StepCounter
-from neuron_accel.planning.time import kernel_seconds
-from neuron_accel.planning.trace import (
+from neuron_accel.contract import Backend, Group, Traffic
+from neuron_accel_plan.calibration import FORMAT, CalibrationFile, Machine, dump_calibration
+from neuron_accel_plan.memory import StepCounter
+from neuron_accel_plan.time import kernel_seconds
+from neuron_accel_plan.trace import (
     BATCHED_PRODUCT,
     ELEMENTWISE,
     INDEXED,

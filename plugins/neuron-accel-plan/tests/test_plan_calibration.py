@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import yaml
+from neuron_accel_plan.calibration import FORM_ERROR, CalibrationFile, dump_calibration, load_calibration
 
-from neuron_accel.cli.main import main
-from neuron_accel.errors import ConfigurationError
-from neuron_accel.planning.calibration import FORM_ERROR, CalibrationFile, dump_calibration, load_calibration
+from neuron_accel.commands import main
+from neuron_accel.contract import ConfigurationError
 from neuron_accel.testing import run_ranks
 
 FILE = {
@@ -94,8 +94,9 @@ def test_help_fits_a_terminal(capsys, monkeypatch):
 
 
 def measured():
+    from neuron_accel_plan.measure import measure
+
     from neuron_accel import NeuronAccelerator
-    from neuron_accel.planning.measure import measure
 
     run = NeuronAccelerator(cpu=True).run
     stages: list[str] = []

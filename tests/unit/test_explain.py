@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuron_accel.planning.layout import accelerate_set_aside
-
 
 def explained(plugins, layers):
+    from accelerate.state import AcceleratorState
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from neuron_accel import DryRun, NeuronAccelerator
 
-    with accelerate_set_aside():
-        accelerator = NeuronAccelerator(plugins=plugins, backend=DryRun(world_size=64))
-        with torch.device("meta"):
-            config = LlamaConfig(hidden_size=4096, num_hidden_layers=layers, vocab_size=256, intermediate_size=8192)
-            model = LlamaForCausalLM(config).to(torch.bfloat16)
-        before = accelerator.explain(model).splitlines()[-1]
-        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        assert accelerator.explain(model).splitlines()[-1] == before
-        return before, sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+    AcceleratorState._reset_state(True)
+    accelerator = NeuronAccelerator(plugins=plugins, backend=DryRun(world_size=64))
+    with torch.device("meta"):
+        config = LlamaConfig(hidden_size=4096, num_hidden_layers=layers, vocab_size=256, intermediate_size=8192)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    before = accelerator.explain(model).splitlines()[-1]
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert accelerator.explain(model).splitlines()[-1] == before
+    AcceleratorState._reset_state(True)
+    return before, sum(parameter.nbytes for parameter in model.parameters()) / 2**30
 
 
 @pytest.mark.parametrize(("layers", "fits"), [(4, True), (16, False)])

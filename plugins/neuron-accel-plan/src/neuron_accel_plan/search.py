@@ -27,16 +27,23 @@ from typing import Any
 import torch
 import yaml
 
-from neuron_accel.engine.plan.mesh import AxisKind
-from neuron_accel.engine.plan.plugin import LayoutSpace, Phase, Stages, StrategyPlugin
-from neuron_accel.engine.plan.registry import default_registry
-from neuron_accel.engine.plan.serialize import to_plain
-from neuron_accel.errors import ConfigurationError, NeuronAccelError, PluginError, UsageError
-from neuron_accel.neuron.instances import Instance, find_instance
-from neuron_accel.planning.layout import LayoutCount, Planner, no_collection_of_what_is_there
-from neuron_accel.planning.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
-from neuron_accel.planning.step import StepCount, extrapolate
-from neuron_accel.planning.time import StepTime
+from neuron_accel import Instance, find_instance
+from neuron_accel.contract import (
+    AxisKind,
+    ConfigurationError,
+    LayoutSpace,
+    NeuronAccelError,
+    Phase,
+    Stages,
+    StrategyPlugin,
+    UsageError,
+    plugin_classes,
+    to_config,
+)
+from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
+from neuron_accel_plan.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
+from neuron_accel_plan.step import StepCount, extrapolate
+from neuron_accel_plan.time import StepTime
 
 _REST = frozenset({Phase.STAGES, Phase.GRADIENTS, Phase.OPTIMIZER})
 """Phases of plugins that do not change what a block computes."""
@@ -607,14 +614,11 @@ def _inner(plugins: tuple[StrategyPlugin, ...]) -> int:
 def _offering() -> list[type[StrategyPlugin]]:
     """The plugin classes that offer layouts, in the order in which they act. Packages that cannot be loaded are left
     out, as they are for training."""
-    registry, found = default_registry(), []
-    for entry in registry.entries():
-        try:
-            cls = registry.get(entry.name)
-        except PluginError:
-            continue
-        if cls.layouts.__func__ is not StrategyPlugin.layouts.__func__:  # type: ignore[attr-defined]
-            found.append(cls)
+    found = [
+        cls
+        for cls in plugin_classes()
+        if cls.layouts.__func__ is not StrategyPlugin.layouts.__func__  # type: ignore[attr-defined]
+    ]
     return sorted(found, key=lambda cls: (cls.spec.phase, cls.spec.name))
 
 
@@ -641,12 +645,10 @@ def _text(plugin: StrategyPlugin) -> str:
 
 
 def _options(plugin: StrategyPlugin) -> dict[str, Any]:
-    given = {}
-    for option in dataclasses.fields(plugin):
-        value = getattr(plugin, option.name)
-        if option.init and value != option.default:
-            given[option.name] = to_plain(value)
-    return given
+    """The options that are not the defaults."""
+    ((options,),) = (entry.values() for entry in to_config([plugin])["plugins"])
+    changed = {field.name for field in dataclasses.fields(plugin) if getattr(plugin, field.name) != field.default}
+    return {name: value for name, value in options.items() if name in changed}
 
 
 def _entry(plugin: StrategyPlugin) -> str | Mapping[str, Any]:

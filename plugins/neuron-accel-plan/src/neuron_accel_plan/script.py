@@ -19,24 +19,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.backends.dry_run import DryRunBackend
-from neuron_accel.backends.select import DryRun, runs_dry
-from neuron_accel.engine.plan.plugin import Phase, PluginSpec, Stages, StrategyPlugin
-from neuron_accel.errors import NeuronAccelError, UsageError
-from neuron_accel.neuron.environment import INSTANCE_VARIABLE
-from neuron_accel.neuron.instances import find_instance
-from neuron_accel.planning.layout import LayoutCount, accelerate_set_aside
-from neuron_accel.planning.memory import HOST, WEIGHTS, StepCounter
-from neuron_accel.planning.step import StepCount, flows_of, kept_tensors, no_collection
-from neuron_accel.planning.trace import Tracer
+from neuron_accel import DryRun, find_instance
+from neuron_accel.contract import NeuronAccelError, Phase, PluginSpec, Stages, StrategyPlugin, UsageError
+from neuron_accel_plan.layout import LayoutCount, accelerate_set_aside
+from neuron_accel_plan.memory import HOST, WEIGHTS, StepCounter
+from neuron_accel_plan.step import StepCount, flows_of, kept_tensors, no_collection
+from neuron_accel_plan.trace import Tracer
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.backends.events import Traffic
-    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.contract import PreparedModel, Run, Traffic
 
-_LIBRARIES = {"torch", "accelerate", "neuron_accel", "transformers", "tqdm", "contextlib"}
+INSTANCE_VARIABLE = "NEURON_ACCEL_INSTANCE"
+"""Environment variable: the instance type that the plans of runs are checked for."""
+
+_LIBRARIES = {"torch", "accelerate", "neuron_accel", "neuron_accel_plan", "transformers", "tqdm", "contextlib"}
 """Packages that read values for a script, which is named instead of them."""
 
 
@@ -85,9 +83,10 @@ def count_training(
         raise UsageError(f"step is {step}.", why="optimizer steps are counted from 1", fix="pass at least 1")
     recorder = _Recorder(step, instance)
     observers = (_First(recorder=recorder), _Last(recorder=recorder))
-    with runs_dry(DryRun(world_size=world_size, rank=rank, observers=observers)), _planned_for(instance):
-        import neuron_accel.accelerator  # noqa: F401  chooses what Accelerate uses before that is imported
+    with DryRun(world_size=world_size, rank=rank, observers=observers).everywhere(), _planned_for(instance):
+        from neuron_accel import NeuronAccelerator  # chooses what Accelerate uses before that is imported
 
+        assert NeuronAccelerator
         with accelerate_set_aside(), recorder:
             try:
                 train()
@@ -271,7 +270,6 @@ class _Recorder:
     def _begin(self) -> None:
         assert self._run is not None
         counter, backend = self.counter, self._run.backend
-        assert isinstance(backend, DryRunBackend)
         for model in self._run.models:
             self._label(model)
         self._counting.enter_context(no_collection())

@@ -9,13 +9,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuron_accel.cli.launch import launch, prepare
-from neuron_accel.cli.launch_plan import LaunchRequest
-from neuron_accel.cli.terminal import format_table, show, table_width
-from neuron_accel.errors import ConfigurationError
+from neuron_accel.commands import format_table, main, show, table_width
+from neuron_accel.contract import ConfigurationError
 
 if TYPE_CHECKING:
-    from neuron_accel.planning.calibration import Machine
+    from neuron_accel_plan.calibration import Machine
 
 DESCRIPTION = """\
 Measure the constants that the time of a step is predicted with, on ranks of this machine: products of matrices by size
@@ -49,18 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from neuron_accel.planning.calibration import load_calibration
+    from neuron_accel_plan.calibration import load_calibration
 
     _check_writable(args.output)
     start = time.monotonic()
-    request = LaunchRequest(
-        target="neuron_accel.planning.measure",
-        arguments=(str(args.output.absolute()), *(["quick"] if args.quick else [])),
-        module=True,
-        nproc_per_node=args.nproc_per_node,
-        cpu=args.cpu,
-    )
-    code = launch(prepare(request), quiet=True)
+    words = ["launch", "--quiet", "--nproc-per-node", str(args.nproc_per_node), *(["--cpu"] if args.cpu else [])]
+    words += ["--module", "neuron_accel_plan.measure", str(args.output.absolute()), *(["quick"] if args.quick else [])]
+    code = main(words)
     if code != 0:
         return code
     show(describe(load_calibration(args.output), table_width()))

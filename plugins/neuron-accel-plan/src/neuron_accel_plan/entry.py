@@ -7,14 +7,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from neuron_accel.engine.plan.config import load_config
-from neuron_accel.errors import ConfigurationError
-from neuron_accel.planning.layout import LayoutCount, Planner, no_collection_of_what_is_there
-from neuron_accel.planning.search import Search, search
+from neuron_accel.contract import ConfigurationError, load_config
+from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
+from neuron_accel_plan.search import Search, search
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.plan.plugin import StrategyPlugin
-    from neuron_accel.planning.calibration import Machine
+    from neuron_accel.contract import StrategyPlugin
+    from neuron_accel_plan.calibration import Machine
 
 
 @overload

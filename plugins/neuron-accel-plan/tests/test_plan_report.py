@@ -8,12 +8,11 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-
-from neuron_accel.planning.layout import LayoutCount
-from neuron_accel.planning.memory import PARTS, Moment, Peak
-from neuron_accel.planning.report import Entry, _timeline, html_report
-from neuron_accel.planning.step import Flow, StepCount
-from neuron_accel.planning.time import Span, StepTime
+from neuron_accel_plan.layout import LayoutCount
+from neuron_accel_plan.memory import PARTS, Moment, Peak
+from neuron_accel_plan.report import Entry, _timeline, html_report
+from neuron_accel_plan.step import Flow, StepCount
+from neuron_accel_plan.time import Span, StepTime
 
 FLOWS = tuple(
     Flow(op=op, axis=axis, ranks=2, dtype="bfloat16", messages=1, sent=sent)

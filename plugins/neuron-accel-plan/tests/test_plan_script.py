@@ -9,12 +9,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from neuron_accel_plan.script import count_training
 from torch import nn
 
-from neuron_accel.cli.main import main
-from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
-from neuron_accel.errors import PlanError, UsageError
-from neuron_accel.planning.script import count_training
+from neuron_accel.commands import main
+from neuron_accel.contract import Phase, PlanError, PluginSpec, StrategyPlugin, UsageError
 
 
 def training(steps=4, plugins=(), ended=None, batch=None, **options):
@@ -64,12 +63,11 @@ def test_the_step_is_the_one_that_is_asked_for_and_the_last_that_runs():
     ("names", "ranks", "rank"), [(("pp", "tp", "sp", "zero1"), 4, 3), (("tp", "stage 3", "recompute"), 4, 0)]
 )
 def test_every_strategy_counts_as_for_a_model(names, ranks, rank):
+    from neuron_accel_plan.layout import accelerate_set_aside
+    from plan_support import count, plugins_of
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from neuron_accel import DryRun
-    from neuron_accel.planning.layout import accelerate_set_aside
-    from tests.distributed.backends.test_dry_run import plugins_of
-    from tests.distributed.planning.test_step import count
 
     def train():
         from neuron_accel import NeuronAccelerator
@@ -145,7 +143,7 @@ def test_a_trainer_is_counted(tmp_path):
     def train():
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from neuron_accel.trainer import NeuronTrainer, NeuronTrainingArguments
+        from neuron_accel import NeuronTrainer, NeuronTrainingArguments
 
         size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=32, **size))
@@ -316,6 +314,8 @@ def test_the_error_of_a_script_names_the_values_that_it_has_read(script, capsys)
         (["SCRIPT", "--nproc-per-node", "2", "--zero-1"], "--zero-1 would be without effect"),
         (["SCRIPT", "--nproc-per-node", "2", "--steps", "0"], "--steps is 0"),
         (["SCRIPT", "--nproc-per-node", "2", "--rank", "2"], "no rank 2 among 2"),
+        (["SCRIPT", "--nproc-per-node", "2", "--brief"], "add --instance"),
+        (["SCRIPT", "--nproc-per-node", "2", "--instance", "trn2.48xlarge", "--lnc", "1"], "--lnc has no effect"),
         ([], "name a training script, or pass --model"),
         (["--model", "x", "--world-size", "2"], "--global-batch and --sequence"),
         (["--model", "x", "--global-batch", "2", "--sequence", "2", "--steps", "1"], "--steps belong to a script"),
