@@ -70,6 +70,7 @@ ON_TORCH_2_9 = [
     "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_trains_like_one_process_on_xla[ep2]",
     "plugins/neuron-accel-expert-parallel/tests/test_ep_padded.py::test_a_step_is_one_graph_on_every_rank",
     "plugins/neuron-accel-guards/tests/test_guards_xla.py",
+    "plugins/neuron-accel-plan/tests/test_plan_script.py::test_every_strategy_counts_as_for_a_model",
     "plugins/neuron-accel-report/tests/test_report_xla.py",
     "plugins/neuron-accel-local-sgd/tests/test_local_sgd_conformance.py::TestDiLoCo::test_trains_like_one_process[alone-xla]",
     "plugins/neuron-accel-lora/tests/test_lora_conformance.py::TestLora::test_trains_like_one_process[alone-xla]",

@@ -86,13 +86,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path, cap
     assert "--output" in capsys.readouterr().err
 
 
-def test_help_fits_a_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main(["calibrate", "--help"])
-    assert max(map(len, capsys.readouterr().out.split("\n"))) <= 80
-
-
 def measured():
     from neuron_accel_plan.measure import measure
 
