@@ -295,8 +295,9 @@ def test_the_command_counts_a_pipeline(folder, capsys):
     assert "--virtual-stages" in capsys.readouterr().err
 
 
-def test_schedules_are_those_of_pipelines(capsys):
-    with pytest.raises(SystemExit):
-        main(["schedule", "--schedule", "none"])
-    _, _, names = capsys.readouterr().err.partition("choose from")
-    assert re.findall(r"[\w-]+", names.partition(")")[0]) == [*SCHEDULES]
+def test_schedules_are_those_of_pipelines():
+    from neuron_accel import PipelineParallelPlugin
+
+    with pytest.raises(ConfigurationError) as caught:
+        PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2, schedule="none")
+    assert re.search(r"Known: (.*)\.", str(caught.value))[1].split(", ") == [*SCHEDULES]

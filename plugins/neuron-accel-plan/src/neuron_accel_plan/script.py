@@ -84,9 +84,8 @@ def count_training(
     recorder = _Recorder(step, instance)
     observers = (_First(recorder=recorder), _Last(recorder=recorder))
     with DryRun(world_size=world_size, rank=rank, observers=observers).everywhere(), _planned_for(instance):
-        from neuron_accel import NeuronAccelerator  # chooses what Accelerate uses before that is imported
+        from neuron_accel import NeuronAccelerator  # noqa: F401  chooses what Accelerate uses before that is imported
 
-        assert NeuronAccelerator
         with accelerate_set_aside(), recorder:
             try:
                 train()
