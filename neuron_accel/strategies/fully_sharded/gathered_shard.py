@@ -3,7 +3,8 @@
 
 The parameters of a bucket are views of one flat buffer. Its storage is freed and allocated anew, while the buffer
 itself and what autograd has saved of it stay, as in PyTorch's ``fully_shard``. While it is freed, parameters keep their
-shape and their values are NaN, so that a use outside of the forward and backward pass of their module is noticed.
+shape, their values are NaN, and a use outside of the forward and backward pass of their module is an error
+(:mod:`~neuron_accel.strategies.fully_sharded.released`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.contract import EagerShard, UsageError, WeightShard
+from neuron_accel.strategies.fully_sharded import released
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, ParameterShard, Pending
@@ -120,6 +122,7 @@ class GatheredShard(EagerShard):
             return
         self._arriving.wait()
         self._arriving = self._near_part = None
+        released.restore(self.parameters)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
         self._versions = [parameter._version for parameter in self.parameters]
@@ -153,6 +156,7 @@ class GatheredShard(EagerShard):
         for parameter, empty in zip(self.parameters, self._empty, strict=True):
             parameter.data = empty
         self._versions = [parameter._version for parameter in self.parameters]
+        released.release(self.parameters)
         self._storage.resize_(0)
 
     def hold(self, held: bool) -> None:
@@ -237,6 +241,10 @@ class GatheredShard(EagerShard):
         if not self.is_sharded:
             super().sync_user_weights()
             return
+        with torch._C.DisableTorchFunctionSubclass():  # they are read without values
+            self._take_written()
+
+    def _take_written(self) -> None:
         present = self._views if self.is_gathered else self._empty
         written = self._find_written()
         for index, (parameter, expected) in enumerate(zip(self.parameters, present, strict=True)):

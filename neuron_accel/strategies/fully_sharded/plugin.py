@@ -48,9 +48,9 @@ class FullyShardedPlugin(Zero1Plugin):
     trains, and 1/N of the weights that do not train: these are gathered with their unit, and have no gradients and no
     state. They may begin and stop to train at any step.
 
-    Outside of forward and backward passes parameters have their shape, and their values are NaN (on a lazy device
-    reading them is an error). ``accelerator.get_state_dict``, ``save_model``, ``save_pretrained`` and ``save_state``
-    gather or save what the ranks keep. Gradients are read as under ZeRO-1.
+    Outside of forward and backward passes parameters have their shape and no values: reading or writing these is an
+    error. ``accelerator.get_state_dict``, ``save_model``, ``save_pretrained`` and ``save_state`` gather or save what
+    ranks keep. Gradients are read as under ZeRO-1.
 
     Args:
         reshard_after_forward: whether parameters are freed after the forward pass and gathered again for the backward

@@ -202,7 +202,11 @@ def misused(kind):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("other model", "not a prepared model"), ("assigned", "NaN was assigned"), ("step", "leave the context before")],
+    [
+        ("other model", "not a prepared model"),
+        ("assigned", "is used outside of"),
+        ("step", "leave the context before"),
+    ],
 )
 def test_wrong_uses_of_full_weights_raise(kind, words):
     with pytest.raises(RanksError, match=words) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import pickle
 
 import pytest
@@ -18,6 +19,7 @@ from neuron_accel.errors import ConfigurationError, DesyncError, NeuronAccelErro
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import Training, assert_parallel_equivalence
 from tests.distributed.models import llama, token_batches
+from tests.distributed.strategies.fully_sharded.values import has_values
 
 STAGE_3, STAGE_2 = [{"fully_sharded": {}}], [{"fully_sharded": {"reshard_after_forward": False}}]
 HYBRID, NEAR = [{"fully_sharded": {"hybrid_shard_size": 2}}], [{"fully_sharded": {"reshard_after_forward": 2}}]
@@ -171,7 +173,7 @@ def kept_small(folder):
     accelerator, model, optimizer = prepared([{"fully_sharded": {"persistence_threshold": 33}}])
     step(accelerator, model, optimizer, token_batches(1)[0])
     accelerator.save_state(folder)
-    return {name for name, parameter in model.named_parameters() if not parameter.isnan().any()}
+    return {name for name, parameter in model.named_parameters() if has_values(parameter)}
 
 
 def test_small_parameters_are_kept(tmp_path):
@@ -464,8 +466,16 @@ def misused():
     step(accelerator, model, optimizer, token_batches(1)[0])
     weight = model.model.layers[0].mlp.up_proj.weight
     accelerator.get_state_dict(model)
-    found = {"reads": all(bool(p.isnan().all()) for p in model.parameters())}
+    found, average = {}, torch.zeros(weight.shape)
     tries = {
+        "read": lambda: weight.sum(),
+        "read detached": lambda: weight.detach().clone(),
+        "average": lambda: average.lerp_(weight.data, 0.5),
+        "average of many": lambda: torch._foreach_lerp_([average], [weight.detach()], 0.5),
+        "scaled": lambda: weight.data.mul_(0.5),
+        "scaled and assigned": lambda: setattr(weight, "data", weight.data * 0.5),
+        "rows": lambda: weight.data[:2].fill_(0.5),
+        "saved": lambda: torch.save(weight, io.BytesIO()),
         "state_dict": model.state_dict,
         "of a part": model.model.layers[1].state_dict,
         "load_state_dict": lambda: model.load_state_dict({name: torch.zeros(()) for name in ("model.norm.weight",)}),
@@ -489,13 +499,14 @@ def wrong_shape(accelerator, model, weight):
 
 def test_what_has_no_values_is_not_read_silently():
     for found in run_ranks(misused, 2):
-        assert found["reads"]
+        for name in (*(name for name in found if name[:4] in ("read", "aver", "scal", "rows", "save")), "write"):
+            assert "UsageError: A weight of shape" in found[name], name
+            assert "with accelerator.full_weights(model):" in found[name]
         for name in ("state_dict", "of a part", "load_state_dict"):
             assert "UsageError" in found[name]
             assert "parameters are sharded" in found[name]
         for name in ("deepcopy", "pickle"):
             assert "cannot be copied or pickled" in found[name]
-        assert "RuntimeError" in found["write"]
         assert "up_proj.weight' is torch.float32 (3,)" in found["shape"]
 
 
@@ -521,7 +532,8 @@ def elsewhere(modules):
 
 def test_a_use_after_a_module_is_not_wrong_by_a_little():
     assert run_ranks(elsewhere, 2, "first") == [False, False]
-    assert run_ranks(elsewhere, 2, "second") == [True, True]
+    with pytest.raises(RanksError, match=r"A weight of shape \(4, 4\) is used outside .*by `matmul`"):
+        run_ranks(elsewhere, 2, "second")
 
 
 def late():
