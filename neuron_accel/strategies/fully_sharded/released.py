@@ -54,8 +54,30 @@ class _WithoutValues:
         return _refuse(name, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)])
 
 
+def _direct(name: str) -> Any:
+    """Returns an attribute that is read and set several times in a step, without ``__torch_function__``."""
+    attribute = getattr(torch.Tensor, name)
+
+    def read(self: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return attribute.__get__(self)
+
+    def write(self: torch.Tensor, value: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            attribute.__set__(self, value)
+
+    def delete(self: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            attribute.__delete__(self)
+
+    return property(read, write, delete)
+
+
 class Released(_WithoutValues, nn.Parameter):
     """A parameter without values."""
+
+    grad = _direct("grad")
+    requires_grad = _direct("requires_grad")
 
 
 class ReleasedTensor(_WithoutValues, torch.Tensor):
