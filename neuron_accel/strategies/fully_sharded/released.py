@@ -30,6 +30,9 @@ _ALLOWED = frozenset(_METADATA.split())
 _UNLESS_CHANGED = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to", "type"})
 """Functions that return the tensor itself where there is nothing to do."""
 
+_LIKE_ANOTHER = frozenset({"expand_as", "reshape_as", "to", "type_as", "view_as"})
+"""Functions of which a second tensor gives the shape or dtype."""
+
 _VIEWS = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag)
 _VALUES = frozenset(attribute.__get__ for attribute in _VIEWS)  # type: ignore[attr-defined]
 _ALIASES = frozenset({torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach})  # type: ignore[attr-defined]
@@ -47,11 +50,13 @@ class _WithoutValues:
                 return func(*args, **kwargs).as_subclass(ReleasedTensor)
             if name in _ALLOWED or (name == "__get__" and func not in _VALUES):
                 return func(*args, **kwargs)
+            if name in _LIKE_ANOTHER and not isinstance(args[0], _WithoutValues):
+                return func(*args, **kwargs)
             if name in _UNLESS_CHANGED:
                 result = func(*args, **kwargs)
                 if result is args[0]:
                     return result
-        return _refuse(name, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)])
+        return _refuse(name, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _WithoutValues)])
 
 
 def _direct(name: str) -> Any:
