@@ -67,13 +67,14 @@ from neuron_accel.loop.profiling import named_ranges
 from neuron_accel.loop.start import begin, check_connected
 from neuron_accel.loop.step import Step
 from neuron_accel.loop.watchdog import collective, watch
-from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler
+from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler, weakly
 from neuron_accel.neuron.environment import hardware_of_run
 from neuron_accel.neuron.precision import lost_updates, settle_precision
 from neuron_accel.neuron.profiling import profiling_problem, settle_profiling
 from neuron_accel.storage import staged, upload_folder
 
 if TYPE_CHECKING:
+    from accelerate.state import GradientState
     from accelerate.tracking import GeneralTracker
     from accelerate.utils import (
         DataLoaderConfiguration,
@@ -94,7 +95,7 @@ if TYPE_CHECKING:
     )
 
     from neuron_accel.engine.plan.plan import Plan
-    from neuron_accel.engine.runtime.run import PreparedModel
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
 A = TypeVar("A")
@@ -216,12 +217,13 @@ class NeuronAccelerator(Accelerator):
         self.run = begin(wanted, ranks, registry, self._hardware)
         self._steps_at_once = self.run.data_parallel_size
         self._needs_accumulate = False  # after `keep_batch` has raised the accumulation
-        self.run.backward_scale = self._backward_scale
-        self.run.log, self.run.is_precompiling = self._log_figures, self.is_precompiling
-        self.run.has_trackers = lambda: bool(self.trackers) and self.is_main_process
-        self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
+        # Nothing that the accelerator holds holds the accelerator: it is freed with its last user, and its loaders too.
+        self.run.backward_scale = partial(_backward_scale, self.scaler, self.gradient_state)
+        self.run.log, self.run.is_precompiling = weakly(self._log_figures), self.is_precompiling
+        self.run.has_trackers = weakly(self._has_trackers, False)
+        self._step = Step(self.run, self.gradient_state)
         self._session = Session(self._source())
-        self._watchdog = watch(self.run, self)
+        self._watchdog = watch(self.run)
         self._interruptions: list[Interruption] = []
         for setup in self.run.hooks["setup"]:
             setup(self.run)
@@ -427,11 +429,11 @@ class NeuronAccelerator(Accelerator):
         """Releases a model from another accelerator that prepared it, which is possible if no plugin sharded it."""
         if not getattr(model, "_is_accelerate_prepared", False):
             return
-        other = _owner_of(model)
-        if other is self:
+        owner = _owner_of(model)
+        if owner.accelerator is self:
             return
-        if other is not None:
-            other._release()
+        if owner.run is not None:
+            _release(owner.run, owner.accelerator)
         if getattr(model, "_is_accelerate_prepared", False):
             raise UsageError(
                 f"This {type(model).__name__} was prepared before, by another accelerator.",
@@ -465,7 +467,7 @@ class NeuronAccelerator(Accelerator):
         evaluation_mode: bool = False,
         with_optimizer: bool = False,
     ) -> ModelT:
-        if _owner_of(model) is self and (known := self.run.prepared(model)) is not None:
+        if _owner_of(model).accelerator is self and (known := self.run.prepared(model)) is not None:
             return cast(ModelT, known.module) if model is known.original else model
         if not evaluation_mode:
             self._check_new(model)
@@ -484,8 +486,7 @@ class NeuronAccelerator(Accelerator):
             with_optimizer=with_optimizer,
         )
         if self.run.backend.is_lazy and not evaluation_mode:
-            # A lambda instead of the bound method, with which a copy of the model would copy the accelerator.
-            record.handles.append(record.module.register_forward_pre_hook(lambda *_: self._step.finish_micro_batch()))
+            record.handles.append(record.module.register_forward_pre_hook(weakly(self._finish_micro_batch)))
         self._models[-1] = record.module
         for each in (model, record.module):
             each._neuron_accel_owner = Owner(self)  # type: ignore[assignment]  # torch: Tensor | Module
@@ -535,10 +536,10 @@ class NeuronAccelerator(Accelerator):
             self.run,
             self.scaler,
             given=optimizer,
-            peers=self._optimizers,
             gradients_complete=self._step.items.settle,
         )
         prepared._is_accelerate_prepared = True
+        self.run.add_optimizer(prepared)
         self._optimizers.append(prepared)
         return prepared
 
@@ -559,7 +560,7 @@ class NeuronAccelerator(Accelerator):
             scheduler,
             mine or self._optimizers,
             self.run,
-            accumulating=lambda: self._step.is_accumulating,
+            accumulating=weakly(self._is_accumulating, False),
             steps_at_once=self._steps_at_once,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
@@ -569,14 +570,11 @@ class NeuronAccelerator(Accelerator):
         return prepared
 
     # ---- a step ------------------------------------------------------------------------------------------------------
-    def _backward_scale(self) -> float:
-        if self.scaler is not None:
-            raise UsageError(
-                "mixed_precision='fp16' is not possible here.",
-                why="a plugin runs the backward passes itself, before the loss scaling that fp16 needs can be applied",
-                fix="use mixed_precision='bf16', which needs no loss scaling",
-            )
-        return 1.0 / self.gradient_accumulation_steps
+    def _is_accumulating(self) -> bool:
+        return self._step.is_accumulating
+
+    def _finish_micro_batch(self, *_: Any) -> None:
+        self._step.finish_micro_batch()
 
     def backward(self, loss: torch.Tensor, *, num_items: int | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Runs the backward pass and, on the last micro-batch of a step, reduces the gradients.
@@ -911,6 +909,9 @@ class NeuronAccelerator(Accelerator):
         if found is not None and self._on_neuron and backend == "xla":
             settle_profiling(os.environ, found.output_trace_dir)
 
+    def _has_trackers(self) -> bool:
+        return bool(self.trackers) and self.is_main_process
+
     def _log_figures(self, values: Mapping[str, float], step: int) -> None:
         """Logs figures that a plugin has measured to the trackers."""
         if self.is_main_process:
@@ -1167,8 +1168,8 @@ class NeuronAccelerator(Accelerator):
         return Source(
             run=self.run,
             project=self.project_configuration,
-            modules=self._saved_models,
-            training=self._training,
+            modules=weakly(self._saved_models),
+            training=weakly(self._training),
             save_hooks=self._save_model_state_pre_hook,
             load_hooks=self._load_model_state_pre_hook,
         )
@@ -1222,35 +1223,13 @@ class NeuronAccelerator(Accelerator):
             self._watchdog.stop()
         self.run.backend.shutdown()
 
-    def _release(self) -> None:
-        """Releases the models for another accelerator, and marks the optimizers as released."""
-        optimizers = list(self._optimizers)
-        NeuronAccelerator.free_memory(self)
-        for optimizer in optimizers:
-            optimizer.release()
-
     def _kept_models(self) -> list[PreparedModel]:
         """The models that stay prepared when the others are released."""
         return []
 
     def _teardown(self) -> None:
-        for teardown in reversed(self.run.hooks["teardown"]):
-            teardown(self.run)
-        for optimizer in self._optimizers:
-            optimizer.zero_grads.close()
-        kept = self._kept_models()
-        for record in self.run.models:
-            if any(record is each for each in kept):
-                continue
-            original: Any = record.original
-            module: Any = record.module
-            for each in (original, module):
-                vars(each).pop("_neuron_accel_owner", None)
-            prepare.let_go(record, partial(self.unwrap_model, keep_fp32_wrapper=False))
-        self.run.models[:] = kept
-        self.run.unprepared.clear()
-        self.run.join.forget()
-        self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
+        prepare.release(self.run, self._kept_models())
+        self._step = Step(self.run, self.gradient_state)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy in another process keeps: the plan, this rank's coordinates and the loaders, but no connection to
@@ -1262,14 +1241,36 @@ class NeuronAccelerator(Accelerator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._step = Step(self.run, self.gradient_state, lambda: self._optimizers)
+        self._step = Step(self.run, self.gradient_state)
         self._session = Session(self._source())
 
 
-def _owner_of(model: nn.Module) -> NeuronAccelerator | None:
-    """The NeuronAccelerator that prepared a model, or None."""
+def _owner_of(model: nn.Module) -> Owner:
+    """The NeuronAccelerator that prepared a model, if one did."""
     owner = getattr(model, "_neuron_accel_owner", None)
-    return owner.accelerator if isinstance(owner, Owner) else None
+    return owner if isinstance(owner, Owner) else Owner()
+
+
+def _release(run: Run, accelerator: NeuronAccelerator | None) -> None:
+    """Releases the models of a run, whose accelerator may be gone, and marks its optimizers as released."""
+    optimizers = run.optimizers
+    if accelerator is None:
+        prepare.release(run)
+    else:
+        NeuronAccelerator.free_memory(accelerator)
+    for optimizer in optimizers:
+        optimizer.release()
+
+
+def _backward_scale(scaler: Any, state: GradientState) -> float:
+    """See ``Run.backward_scale``."""
+    if scaler is not None:
+        raise UsageError(
+            "mixed_precision='fp16' is not possible here.",
+            why="a plugin runs the backward passes itself, before the loss scaling that fp16 needs can be applied",
+            fix="use mixed_precision='bf16', which needs no loss scaling",
+        )
+    return 1.0 / state.num_steps
 
 
 def _wraps(prepared: Any, optimizer: Any) -> bool:

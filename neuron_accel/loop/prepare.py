@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from neuron_accel.checkpoint.state.training import random_state, set_random_state
@@ -115,20 +116,30 @@ def finish(run: Run) -> None:
         read_rest(record, run)
 
 
-def let_go(record: PreparedModel, unwrap: Callable[[nn.Module], object]) -> None:
-    """Removes the hooks of a prepared model. A model that no plugin sharded can then be prepared again.
+def release(run: Run, kept: Sequence[PreparedModel] = ()) -> None:
+    """Ends what the plugins do with the models and optimizers of a run, and drops them, but for the models ``kept``."""
+    for teardown in reversed(run.hooks["teardown"]):
+        teardown(run)
+    for optimizer in run.optimizers:
+        optimizer.zero_grads.close()
+    for record in run.models:
+        if not any(record is each for each in kept):
+            _let_go(record)
+    run.forget(kept)
 
-    Args:
-        record: of the prepared model.
-        unwrap: removes Accelerate's changes to a module.
-    """
+
+def _let_go(record: PreparedModel) -> None:
+    """Removes the hooks of a prepared model, and Accelerate's changes to it. A model that no plugin sharded can then be
+    prepared again."""
+    for module in (record.original, record.module):
+        vars(module).pop("_neuron_accel_owner", None)
     for handle in record.handles:
         handle.remove()
     if any(r.layout.cuts or r.holders or r.weights for r in record.parameters):
         return
     if isinstance(vars(record.module).get("no_sync"), NoSync):
         del record.module.no_sync  # it refers to the record of this run
-    unwrap(record.module)
+    extract_model_from_parallel(record.module, keep_fp32_wrapper=False)
     for module in (record.original, record.module):
         module._is_accelerate_prepared = False  # type: ignore[assignment]
 

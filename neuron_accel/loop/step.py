@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from neuron_accel.engine.plan.plugin import StrategyPlugin
     from neuron_accel.engine.runtime.run import Run
-    from neuron_accel.loop.wrappers import PreparedOptimizer
 
 
 class Step:
@@ -31,13 +30,10 @@ class Step:
     Args:
         run: the run.
         gradient_state: Accelerate's, which has the active loader and whether this micro-batch is the last of the step.
-        optimizers: returns all prepared optimizers.
     """
 
-    def __init__(
-        self, run: Run, gradient_state: GradientState, optimizers: Callable[[], list[PreparedOptimizer]]
-    ) -> None:
-        self._run, self._gradient_state, self._optimizers = run, gradient_state, optimizers
+    def __init__(self, run: Run, gradient_state: GradientState) -> None:
+        self._run, self._gradient_state = run, gradient_state
         self.items, self.clipping = ItemCount(run), Clipping(run)
         self._in_micro_batch, self._accumulating = False, 0
 
@@ -111,11 +107,11 @@ class Step:
         return loss * (self.items.add(num_items) * steps)
 
     def _differentiate(self, loss: torch.Tensor, differentiate: Callable[[torch.Tensor], None]) -> None:
-        for optimizer in self._optimizers():
+        for optimizer in self._run.optimizers:
             optimizer.zero_grads.first(p for group in optimizer.param_groups for p in group["params"])
         with self._run.driving_backward():
             differentiate(loss)
-        for optimizer in self._optimizers():
+        for optimizer in self._run.optimizers:
             optimizer.zero_grads.complete()
 
     @contextmanager

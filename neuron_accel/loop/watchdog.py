@@ -231,8 +231,8 @@ def _is_ours(frame: FrameType) -> bool:
     return package.startswith("neuron_accel") or frame.f_code.co_filename.startswith(_OURS)
 
 
-def watch(run: Run, owner: Any, environ: Mapping[str, str] = os.environ) -> CollectiveWatchdog | None:
-    """Starts a watchdog that records the calls of a run until ``owner`` is deleted. Collective.
+def watch(run: Run, environ: Mapping[str, str] = os.environ) -> CollectiveWatchdog | None:
+    """Starts a watchdog that records the calls of a run until that is deleted. Collective.
 
     Returns:
         the watchdog; None on one rank, or if the environment disables it.
@@ -243,7 +243,7 @@ def watch(run: Run, owner: Any, environ: Mapping[str, str] = os.environ) -> Coll
         return None
     watchdog = CollectiveWatchdog(run.backend, name, seconds, run.regularly)
     run.events.observe(watchdog)
-    weakref.finalize(owner, watchdog.stop)
+    weakref.finalize(run, watchdog.stop)
     return watchdog
 
 

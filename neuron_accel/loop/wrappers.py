@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
+T = TypeVar("T")
+
 
 class PreparedOptimizer(AcceleratedOptimizer):
     """An optimizer that calls the hooks of the run's plugins before and after it updates weights.
@@ -39,7 +42,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         run: the run.
         scaler: the gradient scaler of fp16 training, or None.
         given: the optimizer that the user prepared, with which schedulers may have been built.
-        peers: the list of all prepared optimizers of the run, to which this one is added later.
         gradients_complete: called before gradients are used; collective.
     """
 
@@ -50,12 +52,11 @@ class PreparedOptimizer(AcceleratedOptimizer):
         scaler: Any = None,
         *,
         given: torch.optim.Optimizer,
-        peers: list[PreparedOptimizer],
         gradients_complete: Callable[[], None],
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         _move_state(optimizer)
-        self._run, self._peers, self._gradients_complete = run, peers, gradients_complete
+        self._run, self._gradients_complete = run, gradients_complete
         self.given = given
         self.released = False
         self._unheld: list[ParameterRecord] | None = None  # None before the first step
@@ -66,10 +67,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._take_part()
 
     def _take_part(self) -> None:
-        run = self._run
-        self.zero_grads = ZeroedGradients(run.backend, lambda: self.gradient_state.num_steps > 1)
+        run, state = self._run, self.gradient_state
+        self.zero_grads = ZeroedGradients(run.backend, lambda: state.num_steps > 1)
         self._reads = ValueReads(run.backend)
-        self._stepping = run.join.register("an optimizer step", self._step_along, settles=True)
+        self._stepping = run.join.register("an optimizer step", weakly(self._step_along), settles=True)
         self._zeroing = run.join.register("zeroing gradients", self.optimizer.zero_grad)
 
     def step(self, closure: Any = None) -> None:
@@ -78,7 +79,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             return
         if self._unheld is None or any(record.trains for record in self._unheld):
             self._check_not_released()
-            self._unheld = check_every_parameter_is_held(self, self._peers, self._run, later=self._unheld is not None)
+            self._unheld = check_every_parameter_is_held(self, self._run, later=self._unheld is not None)
         self._check_not_alone()
         if closure is not None and self._stepping.announced:
             raise UsageError(
@@ -161,12 +162,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps its optimizer, without references to other objects of the run."""
-        left_out = dict.fromkeys(("_peers", "_gradients_complete", "zero_grads", "_reads", "_stepping", "_zeroing"))
+        left_out = dict.fromkeys(("_gradients_complete", "zero_grads", "_reads", "_stepping", "_zeroing"))
         return _State({**super().__getstate__(), **left_out})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._peers, self._gradients_complete = [self], _nothing
+        self._gradients_complete = _nothing
         self._take_part()
 
     def _update(self, closure: Any) -> None:
@@ -211,15 +212,35 @@ def _nothing() -> None:
     """``gradients_complete`` of a copy, whose gradients are not reduced."""
 
 
+def weakly(method: Callable[..., T], otherwise: T | None = None) -> Callable[..., T]:
+    """Returns a function that calls a bound method and does not keep its object, so that this is freed with its last
+    user; afterwards it returns ``otherwise``."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = reference()
+        return otherwise if bound is None else bound(*args, **kwargs)
+
+    return call
+
+
 class Owner:
-    """Refers to the accelerator that prepared a model; in a copy of the model it refers to none.
+    """Refers to the accelerator that prepared a model, for as long as that exists; in a copy of the model to none.
 
     Args:
         accelerator: the accelerator, or None.
+
+    Attributes:
+        run: its run, or None.
     """
 
     def __init__(self, accelerator: Any = None) -> None:
-        self.accelerator = accelerator
+        self._accelerator = None if accelerator is None else weakref.ref(accelerator)
+        self.run: Run | None = None if accelerator is None else accelerator.run
+
+    @property
+    def accelerator(self) -> Any:
+        return None if self._accelerator is None else self._accelerator()
 
     def __reduce__(self) -> tuple[type[Owner], tuple[()]]:
         return Owner, ()
@@ -256,7 +277,7 @@ class PreparedScheduler(AcceleratedScheduler):
         super().__init__(scheduler, optimizers, **kwargs)
         self._run, self._accumulating, self.steps_at_once = run, accumulating, steps_at_once
         self._takes_metric = isinstance(scheduler, ReduceLROnPlateau)
-        self._stepping = run.join.register("a scheduler step", self._step_along)
+        self._stepping = run.join.register("a scheduler step", weakly(self._step_along))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of a {type(self.scheduler).__name__}>"
@@ -268,7 +289,7 @@ class PreparedScheduler(AcceleratedScheduler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._accumulating = bool  # False
-        self._stepping = self._run.join.register("a scheduler step", self._step_along)
+        self._stepping = self._run.join.register("a scheduler step", weakly(self._step_along))
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if self._takes_metric:
@@ -382,9 +403,7 @@ class ZeroedGradients:
 
 
 # ---- Trainable parameters that no optimizer holds, which would receive gradients and never change --------------------
-def check_every_parameter_is_held(
-    optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer], run: Run, *, later: bool
-) -> list[ParameterRecord]:
+def check_every_parameter_is_held(optimizer: torch.optim.Optimizer, run: Run, *, later: bool) -> list[ParameterRecord]:
     """Checks that every trainable parameter of the models that ``optimizer`` trains is held by an optimizer.
 
     Called at the first step of an optimizer, when all optimizers of the run exist, and again when a parameter that no
@@ -392,7 +411,6 @@ def check_every_parameter_is_held(
 
     Args:
         optimizer: the optimizer that steps.
-        others: the other optimizers of the run.
         run: the run.
         later: False at the first step.
 
@@ -402,7 +420,7 @@ def check_every_parameter_is_held(
     Raises:
         ParameterError: if one of these models has a trainable parameter that no prepared optimizer holds.
     """
-    held = {p for each in (optimizer, *others) for group in each.param_groups for p in group["params"]}
+    held = {p for each in (optimizer, *run.optimizers) for group in each.param_groups for p in group["params"]}
     mine = {p for group in optimizer.param_groups for p in group["params"]}
     unheld: list[ParameterRecord] = []
     for model in run.models:

@@ -11,8 +11,8 @@ Experiences on Accelerating Data Parallel Training" (Li et al., VLDB 2020).
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -396,7 +396,7 @@ class BackwardWatcher:
                 number = len(self._where)
                 self._where.append(index)
                 self._position.append(position)
-                self._handles.append(_hooked(parameter, partial(self._arrived, number)))
+                self._handles.append(_hooked(parameter, _arrival(weakref.ref(self), number)))
                 self._seen.append(0)
             self._records += bucket.records
             self._late += [record.completed_late for record in bucket.records]
@@ -434,7 +434,7 @@ class BackwardWatcher:
             if active
         )
 
-    def _arrived(self, number: int, _: torch.Tensor) -> None:
+    def _arrived(self, number: int) -> None:
         index = self._where[number]
         if not self._synchronises():
             if not self._owed[index]:
@@ -607,6 +607,18 @@ class BackwardWatcher:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _arrival(reference: weakref.ref[BackwardWatcher], number: int) -> Callable[[torch.Tensor], None]:
+    """A hook of a parameter. It does not keep the watcher, which has the parameter: Python's garbage collector does not
+    see these hooks, and would never free them."""
+
+    def arrived(_: torch.Tensor) -> None:
+        watcher = reference()
+        if watcher is not None:
+            watcher._arrived(number)
+
+    return arrived
 
 
 def _hooked(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:

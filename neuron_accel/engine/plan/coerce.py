@@ -165,7 +165,7 @@ def _to_union(value: Any, hint: Any, members: tuple[Any, ...], at: Location) -> 
         try:
             return convert(value, member, at)
         except ConfigurationError as error:
-            failures.append((member, error))
+            failures.append((member, error.with_traceback(None)))  # which would keep the frames, and their accelerator
     real = [(member, error) for member, error in failures if member is not type(None)]
     if len(real) == 1 and real[0][1].what != _wrong_type(value, real[0][0], at).what:
         raise real[0][1]  # for "X | None" the error of X is more specific

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -222,6 +223,7 @@ class Run:
     watchers: list[Any] = field(default_factory=list, init=False)
     """The watchers that reduce gradients as they arrive: one for each optimizer or model that owns some."""
 
+    _optimizers: list[weakref.ref[Any]] = field(default_factory=list, init=False)
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _state: dict[str, dict[str, Any]] = field(default_factory=dict)
     _randomness: dict[str, RankRandomness] = field(default_factory=dict)
@@ -325,6 +327,22 @@ class Run:
         compiled; None if it is not prepared."""
         inner = getattr(model, "_orig_mod", model)
         return next((m for m in self.models if m.module is model or m.original is model or m.module is inner), None)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The prepared optimizers, in the order in which they were prepared. The loop and its accelerator keep them."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Adds a prepared optimizer."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def forget(self, kept: Sequence[PreparedModel] = ()) -> None:
+        """Drops all that was prepared, but for the models ``kept``."""
+        self.models[:] = kept
+        self.unprepared.clear()
+        self._optimizers.clear()
+        self.join.forget()
 
     def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None:
         """Returns the record of a parameter of a prepared model, or of one that only an optimizer holds; None for any
