@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.contract import EagerShard, UsageError, WeightShard
-from neuron_accel.strategies.fully_sharded import released
+from neuron_accel.strategies.fully_sharded.released import release, restore
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, ParameterShard, Pending
@@ -122,7 +122,7 @@ class GatheredShard(EagerShard):
             return
         self._arriving.wait()
         self._arriving = self._near_part = None
-        released.restore(self.parameters)
+        restore(self.parameters)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
         self._versions = [parameter._version for parameter in self.parameters]
@@ -156,7 +156,7 @@ class GatheredShard(EagerShard):
         for parameter, empty in zip(self.parameters, self._empty, strict=True):
             parameter.data = empty
         self._versions = [parameter._version for parameter in self.parameters]
-        released.release(self.parameters)
+        release(self.parameters)
         self._storage.resize_(0)
 
     def hold(self, held: bool) -> None:

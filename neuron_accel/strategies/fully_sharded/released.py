@@ -50,13 +50,13 @@ class _WithoutValues:
                 return func(*args, **kwargs).as_subclass(ReleasedTensor)
             if name in _ALLOWED or (name == "__get__" and func not in _VALUES):
                 return func(*args, **kwargs)
-            if name in _LIKE_ANOTHER and not isinstance(args[0], _WithoutValues):
+            if name in _LIKE_ANOTHER and not isinstance(args[0], _KINDS):
                 return func(*args, **kwargs)
             if name in _UNLESS_CHANGED:
                 result = func(*args, **kwargs)
                 if result is args[0]:
                     return result
-        return _refuse(name, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _WithoutValues)])
+        return _refuse(name, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _KINDS)])
 
 
 def _direct(name: str) -> Any:
@@ -89,6 +89,9 @@ class ReleasedTensor(_WithoutValues, torch.Tensor):
     """``.data`` of such a parameter."""
 
 
+_KINDS = (Released, ReleasedTensor)
+
+
 def release(parameters: Iterable[torch.Tensor]) -> None:
     """Values of the parameters are an error from now on."""
     for parameter in parameters:
@@ -100,7 +103,7 @@ def restore(parameters: Iterable[torch.Tensor]) -> None:
     """The parameters have values again."""
     for parameter in parameters:
         if type(parameter) is Released:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _refuse(name: str, used: list[torch.Tensor]) -> NoReturn:
