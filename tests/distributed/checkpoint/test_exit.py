@@ -11,19 +11,27 @@ import pytest
 from neuron_accel.checkpoint.tools.report import verify
 
 SCRIPT = """
-import resource, signal, sys
+import resource, signal, sys, weakref
 import torch
 from neuron_accel import NeuronAccelerator
 
-accelerator = NeuronAccelerator(plugins=[], zero_1=True)
-model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(16)))
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-model(torch.ones(2, 256)).sum().backward()
-optimizer.step()
-if sys.argv[2] == "full" and accelerator.state.process_index == 1:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails then, in the middle of a file
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-accelerator.save_state(sys.argv[1], async_save=True)
+def train():
+    accelerator = NeuronAccelerator(plugins=[], zero_1=True)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(16)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    model(torch.ones(2, 256)).sum().backward()
+    optimizer.step()
+    if sys.argv[2] == "full" and accelerator.state.process_index == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails then, in the middle of a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    accelerator.save_state(sys.argv[1], async_save=True)
+    return accelerator
+
+accelerator = train()
+if sys.argv[2] == "gone":
+    gone = weakref.ref(accelerator)
+    del accelerator
+    assert gone() is None
 print("last line", flush=True)
 """
 
@@ -41,7 +49,7 @@ def run(tmp_path, disk):
 
 
 def test_a_program_that_simply_ends_waits_for_its_save(tmp_path):
-    done = run(tmp_path, "empty")
+    done = run(tmp_path, "gone")  # its accelerator, too
     assert done.returncode == 0, done.stderr
     assert verify(tmp_path / "c") == []
 
