@@ -1,0 +1,169 @@
+"""TRL's trainers of preferences and rewards, made through the mixin, train as they do without it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from neuron_accel.testing import run_ranks
+from tests.distributed.models import VOCABULARY
+from tests.distributed.trainer.trainer_support import assert_same, facts, model, options
+
+STEPS = {
+    "max_steps": 2,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-3,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "bf16": False,
+}
+COMPOSITIONS = {
+    "dp1": (1, {}),
+    "dp2+zero1": (2, {"zero_1": True}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "dp2+fully-sharded": (2, {"fully_sharded": True}),
+}
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"unk_token": "w0", "eos_token": "w1", "pad_token": "w2", "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+
+
+def texts(count, lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        " ".join(f"w{i}" for i in torch.randint(3, VOCABULARY, (lengths[n % len(lengths)],), generator=generator))
+        for n in range(count)
+    ]
+
+
+def rows(**columns):
+    import datasets
+
+    return datasets.Dataset.from_dict({name: texts(8, *given) for name, given in columns.items()})
+
+
+def with_mixin(trainer, config):
+    """The two classes, as docs/trainer.md derives them."""
+    from neuron_accel import NeuronTrainerMixin
+    from neuron_accel.trainer import StrategyArguments
+
+    @dataclass
+    class Arguments(StrategyArguments, config):
+        pass
+
+    class Mixed(NeuronTrainerMixin, trainer):
+        pass
+
+    return Mixed, Arguments
+
+
+def finish(trainer, ours):
+    result = trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if ours else trainer.model.state_dict()
+    return facts(trainer, {k: v.clone() for k, v in state.items()}, result)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """Trains without the mixin, once for each number of data-parallel ranks."""
+
+    @functools.cache
+    def train(function, ranks, *given):
+        return run_ranks(function, ranks, str(tmp_path_factory.mktemp("stock")), ranks, {}, *given, ours=False)
+
+    return train
+
+
+# ---- Preferences -----------------------------------------------------------------------------------------------------
+def prefer(folder, ranks_with_data, more, ours=True):
+    from trl import DPOConfig, DPOTrainer
+
+    reference = model()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(1.05)
+    kind, arguments = with_mixin(DPOTrainer, DPOConfig) if ours else (DPOTrainer, DPOConfig)
+    trainer = kind(
+        model=model(),
+        ref_model=reference,
+        args=arguments(**options(folder, ranks_with_data, **STEPS | more)),
+        train_dataset=rows(prompt=((3, 4), 1), chosen=((5, 3, 4), 2), rejected=((4, 6), 3)),
+        processing_class=tokenizer(),
+    )
+    found = finish(trainer, ours)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found["rewards"] = [entry["rewards/margins"] for entry in history]
+    return found
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_dpo(name, stock, tmp_path):
+    pytest.importorskip("trl")
+    ranks, more = COMPOSITIONS[name]
+    theirs = stock(prefer, 1)[0]
+    for mine in run_ranks(prefer, ranks, str(tmp_path), ranks // more.get("tensor_parallel_size", 1), more):
+        assert_same(mine, theirs, 1e-3)
+        assert mine["rewards"] == pytest.approx(theirs["rewards"], rel=1e-3)
+
+
+# ---- Rewards of what the model generates -----------------------------------------------------------------------------
+ENDS = range(VOCABULARY // 2, VOCABULARY)
+"""Tokens that end a completion: so many that completions, and the generations of ranks, differ in length."""
+
+
+def reinforce(folder, ranks_with_data, more, name, ends, ours=True):
+    """Every data-parallel rank samples with a seed of its own, as TRL sets it."""
+    import trl
+    from transformers import set_seed
+
+    seen = []
+
+    def checksum(completion_ids, **_):
+        seen.append([list(ids) for ids in completion_ids])
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    policy = model()
+    policy.generation_config.eos_token_id = list(ends)
+    kinds = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    kind, arguments = with_mixin(*kinds) if ours else kinds
+    own = {"num_generations": 2, "max_completion_length": 4, "beta": 0.0}
+    trainer = kind(
+        model=policy,
+        reward_funcs=checksum,
+        args=arguments(**options(folder, ranks_with_data, **STEPS | own | more)),
+        train_dataset=rows(prompt=((3, 4), 1)),
+        processing_class=tokenizer(),
+    )
+    set_seed(trainer.args.seed + trainer.accelerator.process_index)  # TRL adds the index of the process
+    found = finish(trainer, ours)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found["rewards"], found["seen"] = [entry["reward"] for entry in history], seen
+    return found
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
+def test_of_rewards(trainer, name, stock, tmp_path):
+    """Completions, rewards, losses and weights are those of stock on as many data-parallel ranks."""
+    pytest.importorskip("trl")
+    ranks, more = COMPOSITIONS[name]
+    sharing = more.get("tensor_parallel_size", 1)
+    # every token that a fully sharded model generates is computed by all ranks: completions of one length
+    ends = () if more.get("fully_sharded") else ENDS
+    theirs = stock(reinforce, ranks // sharing, trainer, ends)
+    for rank, mine in enumerate(run_ranks(reinforce, ranks, str(tmp_path), ranks // sharing, more, trainer, ends)):
+        expected = theirs[rank // sharing]
+        assert mine["seen"] == expected["seen"]
+        assert mine["rewards"] == pytest.approx(expected["rewards"])
+        assert_same(mine, expected, 1e-3)
