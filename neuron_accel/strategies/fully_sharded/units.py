@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     AnyShard = GatheredShard | LazyGatheredShard
 
 BLOCKS = "blocks"
+_MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 
 
 class Unit:
@@ -158,10 +159,13 @@ class Units:
         self._reading: AnyShard | None = None
         self._handed_on: tuple[Unit, list[tuple[torch.Tensor, Any]]] | None = None  # the last unit's outputs and hooks
         self._handles: list[Any] = []
+        self._marked: list[nn.Module] = []
         self._unit_of = {id(record): self._unit_around(record) for record in model.parameters}
         self._action = run.join.register("a gather of parameters", self._gather_along, compares=True)
         for unit in self.units:
             self._watch(unit)
+        if run.group(*run.mesh.gradient_axes).size > 1:
+            self._mark(model.inner)
 
     def unit_of(self, record: ParameterRecord) -> Unit | None:
         """The unit of a parameter; None if it is of another model."""
@@ -201,6 +205,15 @@ class Units:
         for name, inside in module.named_modules():
             if inside is not module and inside._parameters and self._unit_with(f"{own}{name}.x") is unit:
                 keep(inside.register_forward_pre_hook(Hook(self._before_part, unit), prepend=True))
+
+    def _mark(self, model: nn.Module) -> None:
+        """Marks modules as PyTorch's ``fully_shard`` does. From this transformers knows that all ranks must call them
+        equally often: its ``generate`` continues until all ranks have their texts, and models that drop layers at
+        random call these too."""
+        self._marked = list(model.modules())
+        for module in self._marked:
+            for mark in _MARKS:
+                setattr(module, mark, True)
 
     def _before_part(self, unit: Unit, *_: Any) -> None:
         """A part of a unit may be called by itself."""
@@ -411,7 +424,10 @@ class Units:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        for module in self._marked:
+            for mark in _MARKS:
+                vars(module).pop(mark, None)
+        self._handles, self._marked = [], []
 
 
 def _computed(value: Any) -> Any:

@@ -96,34 +96,35 @@ def t5():
     return T5ForConditionalGeneration(config)
 
 
-def translate(folder, ranks_with_data, ours):
+def translate(folder, ranks_with_data, strategy=None):
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from neuron_accel import NeuronSeq2SeqTrainer, NeuronSeq2SeqTrainingArguments
 
     generate = {"predict_with_generate": True, "generation_max_length": 6}
-    arguments = options(folder, ranks_with_data, **SHORT, **generate, **({"zero_1": True} if ours else {}))
+    arguments = options(folder, ranks_with_data, **SHORT, **generate, **({strategy: True} if strategy else {}))
     seen = []
 
     def metrics(prediction):
         seen.append(prediction.predictions.tolist())
         return {"accuracy": 0.0}
 
-    trainer = (NeuronSeq2SeqTrainer if ours else Seq2SeqTrainer)(
+    trainer = (NeuronSeq2SeqTrainer if strategy else Seq2SeqTrainer)(
         model=t5(),
-        args=(NeuronSeq2SeqTrainingArguments if ours else Seq2SeqTrainingArguments)(**arguments),
+        args=(NeuronSeq2SeqTrainingArguments if strategy else Seq2SeqTrainingArguments)(**arguments),
         train_dataset=Pairs(),
         eval_dataset=Pairs(),
         compute_metrics=metrics,
     )
     result = trainer.train()
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if ours else trainer.model.state_dict()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if strategy else trainer.model.state_dict()
     return facts(trainer, {k: v.clone() for k, v in state.items()}, result), seen
 
 
-def test_seq2seq_trainer_with_generation(tmp_path):
-    theirs, generated = run_ranks(translate, 2, str(tmp_path / "stock"), 2, False)[0]
-    for mine, seen in run_ranks(translate, 2, str(tmp_path), 2, True):
+@pytest.mark.parametrize("strategy", ["zero_1", "fully_sharded"])
+def test_seq2seq_trainer_with_generation(strategy, tmp_path):
+    theirs, generated = run_ranks(translate, 2, str(tmp_path / "stock"), 2)[0]
+    for mine, seen in run_ranks(translate, 2, str(tmp_path), 2, strategy):
         assert_same(mine, theirs, 1e-3)
         assert seen == generated
 

@@ -122,7 +122,7 @@ ENDS = range(VOCABULARY // 2, VOCABULARY)
 """Tokens that end a completion: so many that completions, and the generations of ranks, differ in length."""
 
 
-def reinforce(folder, ranks_with_data, more, name, ends, ours=True):
+def reinforce(folder, ranks_with_data, more, name, ours=True):
     """Every data-parallel rank samples with a seed of its own, as TRL sets it."""
     import trl
     from transformers import set_seed
@@ -134,7 +134,7 @@ def reinforce(folder, ranks_with_data, more, name, ends, ours=True):
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     policy = model()
-    policy.generation_config.eos_token_id = list(ends)
+    policy.generation_config.eos_token_id = list(ENDS)
     kinds = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     kind, arguments = with_mixin(*kinds) if ours else kinds
     own = {"num_generations": 2, "max_completion_length": 4, "beta": 0.0}
@@ -159,10 +159,8 @@ def test_of_rewards(trainer, name, stock, tmp_path):
     pytest.importorskip("trl")
     ranks, more = COMPOSITIONS[name]
     sharing = more.get("tensor_parallel_size", 1)
-    # every token that a fully sharded model generates is computed by all ranks: completions of one length
-    ends = () if more.get("fully_sharded") else ENDS
-    theirs = stock(reinforce, ranks // sharing, trainer, ends)
-    for rank, mine in enumerate(run_ranks(reinforce, ranks, str(tmp_path), ranks // sharing, more, trainer, ends)):
+    theirs = stock(reinforce, ranks // sharing, trainer)
+    for rank, mine in enumerate(run_ranks(reinforce, ranks, str(tmp_path), ranks // sharing, more, trainer)):
         expected = theirs[rank // sharing]
         assert mine["seen"] == expected["seen"]
         assert mine["rewards"] == pytest.approx(expected["rewards"])

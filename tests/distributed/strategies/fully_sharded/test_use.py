@@ -459,6 +459,46 @@ def test_it_generates_and_leaves_no_hooks():
         assert after == 0
 
 
+def generates_of_its_own_length(lengths):
+    """Each rank generates from its own prompt, as many tokens as it wants, and then trains."""
+    accelerator, model, optimizer = prepared(STAGE_3)
+    batch, rank = token_batches(1)[0], accelerator.process_index
+    ids, length = batch["input_ids"][rank : rank + 1, :4], lengths[rank]
+    with torch.no_grad():
+        found = accelerator.unwrap_model(model).generate(ids, max_new_tokens=length, do_sample=False, pad_token_id=0)
+    return found, float(accelerator.gather(step(accelerator, model, optimizer, batch)).mean())
+
+
+def test_ranks_generate_texts_of_different_lengths():
+    (alone, loss), lengths = run_ranks(generates_of_its_own_length, 1, [6])[0], [6, 2]
+    ranks = run_ranks(generates_of_its_own_length, 2, lengths, timeout=20)
+    assert torch.equal(ranks[0][0], alone)
+    assert [texts.shape[1] - 4 for texts, _ in ranks] == lengths
+    assert [found for _, found in ranks] == pytest.approx([loss, loss])
+
+
+def drops_layers(of_rank):
+    """A model of transformers that drops layers at random, of another seed on each rank."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    small = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
+    ears = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
+    places = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = Wav2Vec2Config(vocab_size=8, layerdrop=0.5, apply_spec_augment=False, **small, **ears, **places)
+    accelerator, model, optimizer = prepared(STAGE_3, lambda: Wav2Vec2ForCTC(config))
+    torch.manual_seed(accelerator.process_index if of_rank else 0)
+    for _ in range(3):
+        loss = model(torch.randn(2, 64), labels=torch.ones(2, 4, dtype=torch.long)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return bool(loss.isfinite())
+
+
+def test_layers_that_a_model_drops_at_random_are_called_by_all_ranks():
+    assert run_ranks(drops_layers, 2, True, timeout=20) == [True, True]
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 def misused():
     """What happens to what has no values between uses."""
