@@ -23,6 +23,7 @@ from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.trainer.arguments import NeuronSeq2SeqTrainingArguments, NeuronTrainingArguments, StrategyArguments
 from neuron_accel.trainer.checkpoints import Checkpointing
+from neuron_accel.trainer.gathering import check_gathering
 from neuron_accel.trainer.graphs import OneGraph
 from neuron_accel.trainer.optimum import cast_weights
 from neuron_accel.trainer.pipelined import loss_inside, padded_batch
@@ -100,7 +101,8 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         """Builds the accelerator with the strategies that the arguments select.
 
         Raises:
-            UsageError: if the arguments are not :class:`~neuron_accel.trainer.StrategyArguments`.
+            UsageError: if the arguments are not :class:`~neuron_accel.trainer.StrategyArguments`, or if the Trainer
+                gathers samples over ranks with the same ones.
         """
         if not isinstance(self.args, StrategyArguments):
             raise UsageError(
@@ -122,6 +124,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
             backend=args.decision.backend,
             **{name: value for name, value in options.items() if value is not None},
         )
+        check_gathering(type(self), args, self.accelerator)
         args._mesh = self.accelerator.plan.mesh
         self.accelerator.samples_of_step = lambda: self._samples_at_once * args.gradient_accumulation_steps
         self.gather_function = functools.partial(

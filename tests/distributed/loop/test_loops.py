@@ -584,3 +584,42 @@ def test_gathering_uneven_batches_says_what_differs():
     assert "Rank 1 gathers tensors of other shapes than rank 0: [(1,)] and [(2,)]." in first[2]
     assert "even_batches=False" in first[2]
     assert first[3] == [8, 9, 10]
+
+
+def exchanges(plugins):
+    """What the functions of Accelerate exchange, and what the methods of the accelerator do."""
+    from accelerate import utils
+
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    mine = torch.tensor([float(accelerator.process_index)])
+    return {
+        "gather": (utils.gather(mine).tolist(), accelerator.gather(mine).tolist()),
+        "gather_object": (
+            utils.gather_object([int(mine)]),
+            accelerator.gather_for_metrics([int(mine)], use_gather_object=True),
+        ),
+        "sum": (utils.reduce(mine, "sum").tolist(), accelerator.reduce(mine, "sum").tolist()),
+        "mean": (utils.reduce(mine, "mean").tolist(), accelerator.reduce(mine, "mean").tolist()),
+        "shape": (
+            utils.pad_across_processes(torch.ones(1 + int(mine))).tolist(),
+            accelerator.pad_across_processes(torch.ones(1 + int(mine))).tolist(),
+        ),
+        "first": utils.broadcast(mine.clone()).tolist(),
+        "first_object": utils.broadcast_object_list([int(mine)]),
+    }
+
+
+def test_functions_of_accelerate_count_processes_and_methods_count_samples():
+    for rank, found in enumerate(run_ranks(exchanges, 4, [{"model_parallelism": {"tensor_parallel_size": 2}}])):
+        own = [1.0, 1.0] if rank >= 2 else [1.0, 0.0]
+        assert found == {
+            "gather": ([0.0, 0.0, 1.0, 1.0], [0.0, 1.0]),
+            "gather_object": ([0, 0, 1, 1], [0, 1]),
+            "sum": ([2.0], [1.0]),
+            "mean": ([0.5], [0.5]),
+            "shape": (own, own),
+            "first": [0.0],
+            "first_object": [0],
+        }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from neuron_accel.errors import UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.models import VOCABULARY
 from tests.distributed.trainer.trainer_support import assert_same, facts, model, options
@@ -165,3 +166,21 @@ def test_of_rewards(trainer, name, stock, tmp_path):
         assert mine["seen"] == expected["seen"]
         assert mine["rewards"] == pytest.approx(expected["rewards"])
         assert_same(mine, expected, 1e-3)
+
+
+def refused(folder):
+    """The errors of two trainers, as they are made."""
+    found = {}
+    for trainer in ("GRPO", "RLOO"):
+        with pytest.raises(UsageError, match="would train on samples of other ranks") as caught:
+            reinforce(folder, 2, {"tensor_parallel_size": 2}, trainer)
+        found[trainer] = str(caught.value)
+    return found
+
+
+def test_rewards_of_several_groups_with_the_same_samples(tmp_path):
+    """TRL gathers rewards over all processes, and takes its own by the index that counts samples."""
+    pytest.importorskip("trl")
+    for messages in run_ranks(refused, 4, str(tmp_path)):
+        for trainer, message in messages.items():
+            assert f"{trainer}Trainer._generate_and_score_completions" in message
