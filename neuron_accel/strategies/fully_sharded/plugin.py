@@ -171,7 +171,8 @@ class FullyShardedPlugin(Zero1Plugin):
         state = run.state(self)
         if "order" not in state:
             state["order"] = UnitOrder(run, self.spec.name)
-        state.setdefault("units", []).append(
+        units = state.setdefault("units", [])
+        units.append(
             kind(
                 model,
                 run,
@@ -182,6 +183,7 @@ class FullyShardedPlugin(Zero1Plugin):
                 prefetch=self.prefetch if self.overlap else 0,
                 persistence_threshold=self.persistence_threshold,
                 order=state["order"],
+                number=len(units) + 1,
                 plugin=self.spec.name,
             )
         )

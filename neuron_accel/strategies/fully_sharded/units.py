@@ -127,6 +127,7 @@ class Units:
         prefetch: how many units are gathered ahead of the one that computes.
         persistence_threshold: parameters of fewer elements are kept on every rank.
         order: in which the units of all models are called.
+        number: of the model among those of the run, from 1; the same on every rank.
         plugin: name of the plugin, for messages.
 
     Attributes:
@@ -144,9 +145,10 @@ class Units:
         prefetch: int,
         persistence_threshold: int = 0,
         order: UnitOrder,
+        number: int,
         plugin: str,
     ) -> None:
-        self._order = order
+        self._order, self._of_model = order, f" (model {number})" if number > 1 else ""
         self._model, self._run = model, run
         self._reshard, self._prefetch, self._plugin = reshard, prefetch, plugin
         self._threshold = persistence_threshold
@@ -164,7 +166,7 @@ class Units:
         self._action = run.join.register("a gather of parameters", self._gather_along, compares=True)
         for unit in self.units:
             self._watch(unit)
-        if run.group(*run.mesh.gradient_axes).size > 1:
+        if order.is_on:
             self._mark(model.inner)
 
     def unit_of(self, record: ParameterRecord) -> Unit | None:
@@ -350,7 +352,7 @@ class Units:
             return
         name = f"{type(self._model.inner).__name__}{unit.name and '.'}{unit.name}"
         chain = (id(self), backward) if self._model.runs_backward else None  # a schedule orders the passes of stages
-        self._order.call(f"the {'backward' if backward else 'forward'} pass of {name!r}", chain=chain)
+        self._order.call(f"the {'backward' if backward else 'forward'} pass of {name!r}{self._of_model}", chain=chain)
 
     def _gather_along(self, name: str) -> None:
         """A rank with data gathers this unit."""

@@ -89,6 +89,40 @@ def test_one_of_three_ranks():
         run_ranks(trained, 3, STAGE_3, [(ONE, ONE, ONE, "train"), (ONE, OTHER, ONE, "train")])
 
 
+def two_models(orders):
+    """Trains a model beside one of the same class that is evaluated, called in the order of this rank; how often the
+    ranks had compared what they call, after each step."""
+    from neuron_accel import NeuronAccelerator
+
+    plugin = FullyShardedPlugin(modules="layers.*")
+    accelerator = NeuronAccelerator(plugins=[plugin])
+    models = [Branches(), Branches()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models = accelerator.prepare(*models, *optimizers)[:2]
+    compared = []
+    for order in orders[accelerator.process_index]:
+        losses = {}
+        for index in order:
+            with torch.set_grad_enabled(index == 0):
+                losses[index] = models[index](torch.ones(2, 4), (0, 1))
+        accelerator.backward((losses[0] - losses[1]).square())
+        compared.append(accelerator.run.state(plugin)["order"]._asked)
+    return compared
+
+
+def test_ranks_that_call_different_models_of_one_class():
+    with pytest.raises(RanksError) as raised:
+        run_ranks(two_models, 2, [[(0, 1)], [(1, 0)]])
+    text = str(raised.value)
+    assert "rank 0 calls the forward pass of 'Branches'" in text
+    assert "rank 1 calls the forward pass of 'Branches' (model 2)" in text
+
+
+def test_ranks_that_call_two_models_in_turn_compare_once():
+    for compared in run_ranks(two_models, 2, [[(0, 1)] * 4] * 2):
+        assert compared[1:] == [compared[1]] * 3
+
+
 @pytest.mark.parametrize("options", [STAGE_3, STAGE_2], ids=["stage 3", "stage 2"])
 def test_all_ranks_may_change_the_order(options):
     steps = [

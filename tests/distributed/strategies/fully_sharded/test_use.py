@@ -448,7 +448,8 @@ def generates(plugins):
 
 
 def hooks_of(module):
-    return len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._state_dict_pre_hooks)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._state_dict_pre_hooks)
+    return sum(map(len, hooks)) + ("_is_fsdp_managed_module" in vars(module))
 
 
 def test_it_generates_and_leaves_no_hooks():
