@@ -37,29 +37,27 @@ def check_gathering(trainer: type, args: Any, accelerator: NeuronAccelerator) ->
     Raises:
         UsageError: if ranks have the same samples, and the trainer gathers over all of them.
     """
-    if accelerator.data_parallel_size == accelerator.world_size:
-        return
-    method = _gathering_method(trainer)
+    samples, processes = accelerator.data_parallel_size, accelerator.world_size
+    method = _gathering_method(trainer) if samples < processes else None
     if method is None:
         return
-    if accelerator.data_parallel_size == 1:
-        given = [f"{k}={v!r}" for k, v in _OVER_ALL_ROWS.items() if getattr(args, k, None) == v]
-        if given:
-            raise UsageError(
-                f"{trainer.__name__} would count each sample {accelerator.world_size} times in a standard deviation.",
-                where=f"{method} with {', '.join(given)}",
-                why="it gathers by `accelerate.utils.gather`, over all processes, which have the same samples",
-                fix="leave the option out, or use zero_1 or fully_sharded instead",
-            )
-        return
-    raise UsageError(
-        f"{trainer.__name__} would train on samples of other ranks.",
-        where=f"{method} with {accelerator.data_parallel_size} data-parallel ranks on {accelerator.world_size} processes",
-        why="it gathers by functions of `accelerate.utils`, over all processes, of which several have the same samples, "
-        "and takes its own by `process_index`, which counts samples",
-        fix="use zero_1 or fully_sharded alone, or no more than one group of ranks with the same samples; in a class of "
-        "your own, gather by `self.accelerator.gather`",
-    )
+    if samples > 1:
+        raise UsageError(
+            f"{trainer.__name__} would train on samples of other ranks.",
+            where=f"{method} with {samples} data-parallel ranks on {processes} processes",
+            why="it gathers by functions of `accelerate.utils`, over all processes, of which several have the same "
+            "samples, and takes its own by `process_index`, which counts samples",
+            fix="use zero_1 or fully_sharded alone, or one group of ranks with the same samples; in a class of your "
+            "own, gather by `self.accelerator.gather`",
+        )
+    given = [f"{name}={value!r}" for name, value in _OVER_ALL_ROWS.items() if getattr(args, name, None) == value]
+    if given:
+        raise UsageError(
+            f"{trainer.__name__} would count each sample {processes} times in a standard deviation.",
+            where=f"{method} with {', '.join(given)}",
+            why="it gathers by functions of `accelerate.utils`, over all processes, which have the same samples",
+            fix="leave the option out, or use zero_1 or fully_sharded instead",
+        )
 
 
 def _gathering_method(trainer: type) -> str | None:
