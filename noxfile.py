@@ -51,7 +51,7 @@ PARALLEL = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
 ON_TORCH_2_9 = [
     "tests/distributed/backends/test_collectives.py",
     "tests/distributed/backends/test_collectives_autograd.py",
-    "tests/distributed/cli/test_restarts.py",
+    "tests/distributed/launch/test_restarts.py",
     "tests/distributed/cli/test_smoke.py",
     "tests/xla",
     "tests/neuron",

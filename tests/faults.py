@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from neuron_accel.cli.escalation import HANDLED
+from neuron_accel.launch.signals import HANDLED
 from tests.injector import DONE, JOURNAL, KILL, PLAN, STOP, VARIABLE
 
 LEFT_SECONDS = 10.0

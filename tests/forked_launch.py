@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-PRELOADED = ["neuron_accel.testing._preload", "neuron_accel.cli.main", "neuron_accel.cli.elastic"]
+PRELOADED = ["neuron_accel.testing._preload", "neuron_accel.cli.main", "neuron_accel.launch.agent"]
 _SUBREAPER = 36  # prctl(2)
 
 
@@ -197,7 +197,7 @@ def _become_rank(launcher: int, args: list[str], env: dict[str, str], stdout: in
             sys.modules["numpy"].random.seed()
         while os.getppid() != launcher:  # until the process between has ended
             time.sleep(0.001)
-        from neuron_accel.cli import _rank
+        from neuron_accel.launch import _rank
 
         at = next(index for index, word in enumerate(args) if word.endswith("_rank.py"))
         sys.argv = args[at:]

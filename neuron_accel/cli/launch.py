@@ -17,10 +17,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from neuron_accel.backends.select import Machine, choose
-from neuron_accel.cli.cluster import find_machines
-from neuron_accel.cli.failures import describe, first_failure, signal_name
-from neuron_accel.cli.host import Host, count_cores, find_loopback, interface_towards, kernel_version, read_mounts
-from neuron_accel.cli.launch_plan import (
+from neuron_accel.cli.parser import naming_options
+from neuron_accel.cli.terminal import format_command, show, table_width
+from neuron_accel.errors import ConfigurationError
+from neuron_accel.launch.cluster import find_machines
+from neuron_accel.launch.failures import describe, first_failure, signal_name
+from neuron_accel.launch.host import Host, count_cores, find_loopback, interface_towards, kernel_version, read_mounts
+from neuron_accel.launch.plan import (
     DEFAULT_MASTER_PORT,
     DYNAMIC,
     HEARTBEAT_SECONDS,
@@ -32,9 +35,6 @@ from neuron_accel.cli.launch_plan import (
     most_ranks,
     plan_launch,
 )
-from neuron_accel.cli.parser import naming_options
-from neuron_accel.cli.terminal import format_command, show, table_width
-from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import HOST, CompileCache
 from neuron_accel.neuron.instances import detect_instance, read_product
 
@@ -295,7 +295,7 @@ def _cache(args: argparse.Namespace) -> CompileCache:
 
 
 def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -> None:
-    from neuron_accel.cli.slurm import cache_per_host, describe_batch_files, write_batch_files
+    from neuron_accel.launch.slurm import cache_per_host, describe_batch_files, write_batch_files
 
     args.cache_dir = cache_per_host(args.cache_dir)
     files = describe_batch_files(place, plan, _options_of(args), args.cache_dir, requeue=args.requeue)
@@ -382,7 +382,7 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
     _check_interface(plan)
     _check_log_dir(plan)
     _note_unknown_address(plan)
-    from neuron_accel.cli.elastic import run_ranks
+    from neuron_accel.launch.agent import run_ranks
 
     if not quiet:
         _say(plan.explain(table_width(sys.stderr)))

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from neuron_accel.cli.launch_plan import LaunchPlan
 from neuron_accel.doors import COMMANDS, entry_points, how_to_install, offered_by
 from neuron_accel.errors import ConfigurationError
+from neuron_accel.launch.plan import LaunchPlan
 from neuron_accel.neuron.environment import INSTANCE_VARIABLE
 from neuron_accel.neuron.instances import detect_instance, find_instance
 

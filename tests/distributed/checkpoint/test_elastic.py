@@ -62,7 +62,7 @@ def launch(tmp_path, folder, ranks, *, die_at=-1, epochs, plugins=("zero1",)):
     return json.loads((tmp_path / folder / "result.json").read_text())
 
 
-@pytest.mark.slow  # tests/distributed/cli/test_restarts.py restarts ranks too
+@pytest.mark.slow  # tests/distributed/launch/test_restarts.py restarts ranks too
 def test_a_killed_rank_brings_the_job_back_and_fewer_ranks_go_on(tmp_path):
     whole = launch(tmp_path, "whole", 2, epochs=4)
     assert (len(whole["losses"]), whole["resumed"]) == (8, False)

@@ -9,9 +9,9 @@ from importlib import metadata
 
 import pytest
 
-from neuron_accel.cli.host import count_cores
 from neuron_accel.cli.main import COMMANDS, EPILOG, build_parser, main
 from neuron_accel.cli.parser import HelpFormatter
+from neuron_accel.launch.host import count_cores
 
 
 def ends(arguments) -> int:

@@ -11,10 +11,10 @@ import subprocess
 import pytest
 
 from neuron_accel.backends.select import Decision
-from neuron_accel.cli.host import Host, kernel_version, read_mounts
-from neuron_accel.cli.launch_plan import LaunchRequest, plan_launch
 from neuron_accel.cli.main import main
 from neuron_accel.errors import ConfigurationError, PlanError
+from neuron_accel.launch.host import Host, kernel_version, read_mounts
+from neuron_accel.launch.plan import LaunchRequest, plan_launch
 from neuron_accel.neuron import CompileCache
 from neuron_accel.neuron.environment import hardware_of_run
 

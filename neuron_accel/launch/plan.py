@@ -14,9 +14,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from neuron_accel.backends.select import Decision
-from neuron_accel.cli.host import Host
 from neuron_accel.cli.terminal import format_pairs
 from neuron_accel.errors import ConfigurationError, did_you_mean
+from neuron_accel.launch.host import Host
 from neuron_accel.neuron import flags
 from neuron_accel.neuron.cache import CompileCache, location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from neuron_accel.cli.failures import LINES_SHOWN, RankFailure, RankSuccess, describe, first_failure
+from neuron_accel.launch.failures import LINES_SHOWN, RankFailure, RankSuccess, describe, first_failure
 
 
 def failure(rank, exit_code, noticed=100.0, raised=None, summary=None, stderr=None):

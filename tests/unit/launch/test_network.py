@@ -7,7 +7,7 @@ import json
 import pytest
 
 from neuron_accel.cli.main import main
-from neuron_accel.cli.network import collect_network
+from neuron_accel.launch.network import collect_network
 from neuron_accel.neuron import find_instance
 
 TRN1 = find_instance("trn1.32xlarge")

@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from neuron_accel.cli.host import address_towards, listen, must_host
-from neuron_accel.cli.launch_plan import RENDEZVOUS_SECONDS, STATIC, LaunchPlan
+from neuron_accel.launch.host import address_towards, listen, must_host
+from neuron_accel.launch.plan import RENDEZVOUS_SECONDS, STATIC, LaunchPlan
 
 LOOPBACK = "127.0.0.1"
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

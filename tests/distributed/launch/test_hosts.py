@@ -14,7 +14,7 @@ import uuid
 
 import pytest
 
-from neuron_accel.cli.lost import LOST_CODE
+from neuron_accel.launch.lost import LOST_CODE
 
 SECONDS = 50
 

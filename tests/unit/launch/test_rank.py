@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from neuron_accel.cli import _rank
+from neuron_accel.launch import _rank
 
 
 @pytest.fixture

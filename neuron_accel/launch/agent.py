@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a :class:`~neuron_accel.cli.launch_plan.LaunchPlan` on torch's elastic agent, as torchrun does."""
+"""Runs a :class:`~neuron_accel.launch.plan.LaunchPlan` on torch's elastic agent, as torchrun does."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Proce
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from neuron_accel.cli._rank import ENDED_FILE, STARTED_FILE, STOPPED_FILE
-from neuron_accel.cli.escalation import Escalation, end_ranks, signal_ranks
-from neuron_accel.cli.failures import RankFailure, RankSuccess, describe, first_failure, signal_name
-from neuron_accel.cli.launch_plan import LaunchPlan
-from neuron_accel.cli.lost import TURN_S, End, Watch
-from neuron_accel.cli.rendezvous import Start, rendezvous_of
 from neuron_accel.engine.plan.restart import RUN
 from neuron_accel.errors import CommunicationError
+from neuron_accel.launch._rank import ENDED_FILE, STARTED_FILE, STOPPED_FILE
+from neuron_accel.launch.failures import RankFailure, RankSuccess, describe, first_failure, signal_name
+from neuron_accel.launch.lost import TURN_S, End, Watch
+from neuron_accel.launch.plan import LaunchPlan
+from neuron_accel.launch.rendezvous import Start, rendezvous_of
+from neuron_accel.launch.signals import Escalation, end_ranks, signal_ranks
 from neuron_accel.neuron.environment import ROOT_VARIABLE, with_host
 
 ERROR_FILE = "error.json"

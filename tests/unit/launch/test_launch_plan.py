@@ -9,11 +9,11 @@ import socket
 import pytest
 
 from neuron_accel.backends.select import Decision
-from neuron_accel.cli.host import Host, count_cores, count_neuron_devices, memory_bytes
 from neuron_accel.cli.launch import _note_unknown_address, launch
-from neuron_accel.cli.launch_plan import LaunchRequest, check_request, plan_launch
 from neuron_accel.cli.main import main
 from neuron_accel.errors import ConfigurationError
+from neuron_accel.launch.host import Host, count_cores, count_neuron_devices, memory_bytes
+from neuron_accel.launch.plan import LaunchRequest, check_request, plan_launch
 
 CPU = Decision(backend="torch", device="cpu", reason="no accelerator can be used")
 NEURON = Decision(backend="torch", device="neuron", reason="torch has a native neuron device")

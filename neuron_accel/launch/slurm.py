@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuron_accel.cli.cluster import JOB_PORTS
-from neuron_accel.cli.launch_plan import DEFAULT_MASTER_PORT, LaunchPlan
 from neuron_accel.errors import ConfigurationError
+from neuron_accel.launch.cluster import JOB_PORTS
+from neuron_accel.launch.plan import DEFAULT_MASTER_PORT, LaunchPlan
 from neuron_accel.neuron.cache import HOST, is_s3
 
 TEMPLATE = """\

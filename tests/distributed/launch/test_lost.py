@@ -11,8 +11,8 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from neuron_accel.cli.lost import LOST_CODE, Watch
-from neuron_accel.cli.rendezvous import Start
+from neuron_accel.launch.lost import LOST_CODE, Watch
+from neuron_accel.launch.rendezvous import Start
 
 SITS = "import os, sys, time\nopen(os.path.join(sys.argv[1], os.environ['RANK']), 'w').close()\ntime.sleep(300)\n"
 

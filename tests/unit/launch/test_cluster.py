@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_accel.cli.cluster import find_machines, first_host
 from neuron_accel.cli.main import main
 from neuron_accel.errors import ConfigurationError
+from neuron_accel.launch.cluster import find_machines, first_host
 
 SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-10", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
 SLURM = {

@@ -22,7 +22,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from neuron_accel.cli.rendezvous import Start
+from neuron_accel.launch.rendezvous import Start
 
 TURN_S = 1.0
 LEAVE_S = 10.0
