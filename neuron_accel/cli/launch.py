@@ -23,22 +23,19 @@ from neuron_accel.errors import ConfigurationError
 from neuron_accel.launch.cluster import find_machines
 from neuron_accel.launch.failures import describe, first_failure, signal_name
 from neuron_accel.launch.host import Host, count_cores, find_loopback, interface_towards, kernel_version, read_mounts
-from neuron_accel.launch.plan import (
+from neuron_accel.launch.plan import RENDEZVOUS_SECONDS, LaunchPlan, check_request, most_ranks, plan_launch
+from neuron_accel.launch.request import (
+    AUTO,
     DEFAULT_MASTER_PORT,
-    DYNAMIC,
-    HEARTBEAT_SECONDS,
-    RENDEZVOUS_SECONDS,
+    GROUPS,
     STATIC,
-    LaunchPlan,
     LaunchRequest,
-    check_request,
-    most_ranks,
-    plan_launch,
+    options,
+    rendezvous_settings,
+    spelt,
 )
-from neuron_accel.neuron.cache import HOST, CompileCache
+from neuron_accel.neuron.cache import HOST
 from neuron_accel.neuron.instances import detect_instance, read_product
-
-AUTO = "auto"
 
 DESCRIPTION = """\
 Start a training script on several ranks, with the elastic agent of torchrun.
@@ -70,101 +67,27 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    ranks = parser.add_argument_group("ranks")
-    _option(
-        ranks,
-        "--nproc-per-node",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="ranks on this machine, or auto: one per accelerator core, else one per CPU core (default: 1)",
-    )
-    _option(
-        ranks,
-        "--nnodes",
-        metavar="N|MIN:MAX",
-        help="number of machines (default: detected, else 1), or the smallest and the largest: the run then continues "
-        "without machines that are lost, and with those that come",
-    )
-    _option(ranks, "--node-rank", type=int, metavar="R", help="index of this machine, from 0 (default: detected)")
-    _option(ranks, "--master-addr", metavar="A", help="address of machine 0 (default: detected)")
-    _option(
-        ranks,
-        "--master-port",
-        type=int,
-        metavar="P",
-        help="port of the rendezvous on machine 0 (default: a free port on one machine, 29500 on several)",
-    )
-    _option(
-        ranks,
-        "--socket-interface",
-        metavar="NAME",
-        help="network interface for the rendezvous of several machines, such as eth0 (default: detected)",
-    )
-    _option(
-        ranks,
-        "--rdzv-backend",
-        metavar="NAME",
-        help=f"torch's rendezvous (default: {STATIC}; {DYNAMIC} with MIN:MAX or --rdzv-endpoint)",
-    )
-    _option(
-        ranks, "--rdzv-endpoint", metavar="HOST:PORT", help="its address (default: --master-addr and --master-port)"
-    )
-    _option(ranks, "--rdzv-id", metavar="ID", help="name of the run, the same on all machines")
-    _option(ranks, "--rdzv-conf", metavar="K=V,...", help="further settings of torch's rendezvous")
-    _option(
-        ranks,
-        "--heartbeat",
-        type=float,
-        metavar="SECONDS",
-        help="consider a machine lost after SECONDS without a sign of it (default: 30; 0: never)",
-    )
-    _option(
-        ranks, "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks at most N times (default: 0)"
-    )
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    for name, option, default in options():
+        kind = {"action": "store_true"} if default is False else option.argument
+        _add(groups.get(option.group, parser), spelt(name), default=None, help=option.help, **kind)
     for name in GONE:
-        _option(parser, name, action=_Gone, help=argparse.SUPPRESS)
-    parser.add_argument("--cpu", action="store_true", help="train on the CPU even if there are accelerators")
-    neuron = parser.add_argument_group("Trainium")
-    _option(neuron, "--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge (default: detected)")
-    _option(neuron, "--lnc", type=int, choices=(1, 2), help="physical cores per logical core (trn2, trn3; default: 2)")
-    _option(
-        neuron,
-        "--cache-dir",
-        metavar="PLACE",
-        help="the compile cache: a folder, in which {host} is replaced by this machine's name, or s3://bucket/prefix",
-    )
-    _option(neuron, "--retry-failed-compilation", action="store_true", help="retry cached failures")
-    _option(neuron, "--compiler-flags", metavar="TEXT", default="", help="compiler flags, added to NEURON_CC_FLAGS")
-    _option(
-        neuron, "--slurm", metavar="PLACE", help="write Slurm batch files to this file or folder instead of launching"
-    )
-    _option(
+        _add(parser, name, action=_Gone, help=argparse.SUPPRESS)
+    neuron = groups["Trainium"]
+    _add(neuron, "--slurm", metavar="PLACE", help="write Slurm batch files to this file or folder instead of launching")
+    _add(
         neuron,
         "--requeue",
         action="store_true",
         help="with --slurm: the job gets SIGTERM before its time limit, time enough for --grace, and is queued again",
     )
-    _option(
+    _add(
         neuron,
         "--check-memory",
         action="store_true",
         help="first dry-run the script up to its second optimizer step, and warn if it does not fit a core",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--tee", action="store_true", help="show every rank's output, prefixed with the rank")
-    _option(output, "--log-dir", metavar="DIR", help="keep every rank's output in DIR/rank_N/{stdout,stderr}.log")
-    output.add_argument("--quiet", action="store_true", help="do not print the launch settings")
-    _option(
-        parser,
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="time from a signal until ranks are killed (default: 30)",
-    )
-    _option(parser, "--dry-run", action="store_true", help="print the launch settings without launching")
-    parser.add_argument("--module", "-m", action="store_true", help="the script is a module name")
+    _add(parser, "--dry-run", action="store_true", help="print the launch settings without launching")
     parser.add_argument("script", help="the training script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
@@ -185,41 +108,43 @@ class _Gone(argparse.Action):
         parser.error(f"{option} does not exist any more: {GONE[option]}")
 
 
-def _count(text: str) -> int | str:
-    if text == AUTO:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO!r}") from None
-
-
-def _option(parser: argparse._ActionsContainer, name: str, **kwargs: Any) -> None:
+def _add(parser: argparse._ActionsContainer, name: str, **kwargs: Any) -> None:
     """Adds an option that can also be spelt with underscores, as those of torchrun."""
-    parser.add_argument(*dict.fromkeys([name, "--" + name[2:].replace("-", "_")]), **kwargs)
+    short = ["-m"] if name == "--module" else []
+    parser.add_argument(*dict.fromkeys([name, "--" + name[2:].replace("-", "_"), *short]), **kwargs)
+
+
+def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchRequest:
+    """Returns what options ask for, and about machines also what the cluster's scheduler says.
+
+    Raises:
+        ConfigurationError: if an option has an impossible value.
+    """
+    given = {name: getattr(args, name) for name, _, _ in options() if getattr(args, name) is not None}
+    if given.get("nproc_per_node") == AUTO:
+        given |= {"nproc_per_node": 1, "as_many_as_possible": True}
+    given |= _nnodes(given.pop("nnodes", None))
+    request = LaunchRequest(target=args.script, arguments=tuple(args.script_args), **given)
+    with naming_options({"CompileCache.location": "--cache-dir"}):
+        request.cache  # noqa: B018  which raises an error for an impossible place
+    rendezvous_settings(request.rdzv_conf)
+    if given.get("nnodes") == 1 or args.slurm is not None:
+        return request
+    found = find_machines(environ, DEFAULT_MASTER_PORT)
+    if found is None or (found.count in (None, 1) and "nnodes" not in given):
+        is_member = found is not None and found.count is None
+        return dataclasses.replace(request, alone=found.source) if is_member and found is not None else request
+    detected = {"nnodes": found.count, "node_rank": found.rank, "master_addr": found.address, "master_port": found.port}
+    if "nnodes" not in given:
+        detected |= {"min_nnodes": found.fewest, "rdzv_endpoint": found.endpoint}
+    filled: dict[str, Any] = {
+        name: value for name, value in detected.items() if value is not None and name not in given
+    }
+    return dataclasses.replace(request, **filled, found=f"according to {found.source}" if filled else "")
 
 
 def run(args: argparse.Namespace) -> int:
-    machines = _machines(args, os.environ)
-    request = LaunchRequest(
-        target=args.script,
-        arguments=tuple(args.script_args),
-        module=args.module,
-        nproc_per_node=1 if args.nproc_per_node == AUTO else args.nproc_per_node,
-        as_many_as_possible=args.nproc_per_node == AUTO,
-        **machines,
-        socket_interface=args.socket_interface,
-        cpu=args.cpu,
-        tee=args.tee,
-        log_dir=args.log_dir,
-        grace=args.grace,
-        max_restarts=args.max_restarts,
-        instance=args.instance,
-        lnc=args.lnc,
-        cache=_cache(args),
-        compiler_flags=args.compiler_flags,
-        heartbeat=args.heartbeat,
-    )
+    request = request_of(args, os.environ)
     plan = prepare(request, meets=args.slurm is None)
     if args.requeue and args.slurm is None:
         raise ConfigurationError(
@@ -240,28 +165,7 @@ def run(args: argparse.Namespace) -> int:
         show(f"{plan.explain(width)}\neach rank runs:")
         print(format_command([sys.executable, *plan.command("LAUNCHER_PID")], width, indent="  "))
         return 0
-    return launch(plan, quiet=args.quiet)
-
-
-def _machines(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a request about machines: from options, or else detected from the cluster's scheduler."""
-    given = _nnodes(args.nnodes)
-    for name in ("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"):
-        given[name] = getattr(args, name)
-    given["rdzv_conf"] = _pairs(args.rdzv_conf)
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.get("nnodes") == 1 or args.slurm is not None:
-        return given
-    found = find_machines(environ, DEFAULT_MASTER_PORT)
-    if found is None or (found.count in (None, 1) and "nnodes" not in given):
-        if found is not None and found.count is None:
-            return {**given, "alone": found.source}
-        return given
-    detected = {"nnodes": found.count, "node_rank": found.rank, "master_addr": found.address, "master_port": found.port}
-    if "nnodes" not in given:
-        detected |= {"min_nnodes": found.fewest, "rdzv_endpoint": found.endpoint}
-    filled = {name: value for name, value in detected.items() if value is not None and name not in given}
-    return {**given, **filled, "found": f"according to {found.source}" if filled else ""}
+    return launch(plan)
 
 
 def _nnodes(text: str | None) -> dict[str, Any]:
@@ -277,28 +181,11 @@ def _nnodes(text: str | None) -> dict[str, Any]:
         ) from None
 
 
-def _pairs(text: str | None) -> tuple[tuple[str, str], ...] | None:
-    """The settings of ``--rdzv-conf``."""
-    if not text:
-        return None
-    pairs = [(name.strip(), value.strip()) for name, _, value in (part.partition("=") for part in text.split(","))]
-    if not all(name and value for name, value in pairs):
-        raise ConfigurationError(
-            f"--rdzv-conf {text} is not a list of settings.", where="--rdzv-conf", fix="pass name=value,name=value"
-        )
-    return tuple(pairs)
-
-
-def _cache(args: argparse.Namespace) -> CompileCache:
-    with naming_options({"CompileCache.location": "--cache-dir"}):
-        return CompileCache(location=args.cache_dir, retry_failed_compilation=args.retry_failed_compilation)
-
-
 def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -> None:
     from neuron_accel.launch.slurm import cache_per_host, describe_batch_files, write_batch_files
 
-    args.cache_dir = cache_per_host(args.cache_dir)
-    files = describe_batch_files(place, plan, _options_of(args), args.cache_dir, requeue=args.requeue)
+    request = dataclasses.replace(plan.request, cache_dir=cache_per_host(plan.request.cache_dir))
+    files = describe_batch_files(place, plan, request.words(), request.cache_dir, requeue=args.requeue)
     if args.dry_run:
         print("\n".join(f"# would be written to {file.path}\n{file.text}" for file in files))
         return
@@ -310,24 +197,10 @@ def _write_batch_files(place: str, plan: LaunchPlan, args: argparse.Namespace) -
     if len(files) > 1:
         first = shlex.quote(str(files[0].path))
         print(f"to compile first: job=$(sbatch --parsable {first}) && sbatch --dependency=afterok:$job {training}")
-        if args.cache_dir and HOST in args.cache_dir:
-            show(f"each machine has its own cache, {args.cache_dir}: run both jobs on the same machines (--nodelist)")
-
-
-def _options_of(args: argparse.Namespace) -> list[str]:
-    """The options and the script as words of a command line, without options that differ between machines."""
-    words = ["--nproc-per-node", str(args.nproc_per_node), "--grace", f"{args.grace:g}"]
-    words += ["--heartbeat", f"{HEARTBEAT_SECONDS if args.heartbeat is None else args.heartbeat:g}"]
-    names = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "socket_interface")
-    for name in (*names, "instance", "lnc", "cache_dir", "compiler_flags", "log_dir"):
-        if getattr(args, name):
-            words.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
-    for name in ("cpu", "tee", "quiet", "retry_failed_compilation", "module"):
-        if getattr(args, name):
-            words.append(f"--{name.replace('_', '-')}")
-    if args.max_restarts:
-        words += ["--max-restarts", str(args.max_restarts)]
-    return [*words, args.script, *args.script_args]
+        if request.cache_dir and HOST in request.cache_dir:
+            show(
+                f"each machine has its own cache, {request.cache_dir}: run both jobs on the same machines (--nodelist)"
+            )
 
 
 def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
@@ -370,7 +243,7 @@ def _interface(request: LaunchRequest) -> str | None:
     return interface_towards(endpoint.rpartition(":")[0] or endpoint)
 
 
-def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
+def launch(plan: LaunchPlan) -> int:
     """Runs the ranks of this machine and returns the exit code for the shell.
 
     Raises:
@@ -384,7 +257,7 @@ def launch(plan: LaunchPlan, *, quiet: bool = False) -> int:
     _note_unknown_address(plan)
     from neuron_accel.launch.agent import run_ranks
 
-    if not quiet:
+    if not plan.request.quiet:
         _say(plan.explain(table_width(sys.stderr)))
     _check_cache(plan)
     outcome = run_ranks(plan)
@@ -410,7 +283,7 @@ def _check_cache(plan: LaunchPlan) -> None:
     """
     environ = {**os.environ, **{setting.name: setting.value for setting in plan.settings}}
     on_neuron = environ.get("PJRT_DEVICE", "NEURON") == "NEURON"
-    if plan.device == "xla" and (on_neuron or plan.request.cache.location):
+    if plan.device == "xla" and (on_neuron or plan.request.cache_dir):
         plan.request.cache.check_writable(environ)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from neuron_accel.cli.launch import launch, prepare
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.launch.plan import LaunchRequest
+from neuron_accel.launch.request import LaunchRequest
 
 DESCRIPTION = """\
 Launch ranks, compare every collective with its definition, and train tiny models for three steps, comparing

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from neuron_accel.backends.select import Decision
 from neuron_accel.cli.terminal import format_pairs
 from neuron_accel.errors import ConfigurationError, did_you_mean
 from neuron_accel.launch.host import Host
+from neuron_accel.launch.request import CHECKS, DEFAULT_MASTER_PORT, HEARTBEAT_SECONDS, STATIC, LaunchRequest
 from neuron_accel.neuron import flags
-from neuron_accel.neuron.cache import CompileCache, location_of, remark_on_place
+from neuron_accel.neuron.cache import location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.environment import (
     INSTANCE_VARIABLE,
@@ -31,49 +31,7 @@ from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.neuron.variables import Setting, review
 
 # ---- The plan of a launch; ``--dry-run`` prints it -------------------------------------------------------------------
-DEFAULT_MASTER_PORT = 29500
 RENDEZVOUS_SECONDS = 900
-HEARTBEAT_SECONDS = 30.0
-"""After this time without a sign a machine is considered lost, unless ``--heartbeat`` says otherwise."""
-STATIC, DYNAMIC = "static", "c10d"
-"""torch's rendezvous of a fixed number of numbered machines, and that of machines that come and go."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
-    """The options of ``neuron-accel launch``, one field each (two for ``--nnodes MIN:MAX``), and two further fields.
-
-    ``found`` names the scheduler in whose variables the machines were found; empty if options define them. ``alone``
-    names the scheduler of which this machine is a member if the number of machines is not known.
-    """
-
-    target: str
-    arguments: tuple[str, ...] = ()
-    module: bool = False
-    nproc_per_node: int = 1
-    as_many_as_possible: bool = False
-    nnodes: int = 1
-    min_nnodes: int | None = None
-    rdzv_backend: str | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_id: str = "neuron_accel"
-    rdzv_conf: tuple[tuple[str, str], ...] = ()
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int | None = None
-    found: str = ""
-    alone: str = ""
-    socket_interface: str | None = None
-    cpu: bool = False
-    tee: bool = False
-    log_dir: str | None = None
-    grace: float = 30.0
-    max_restarts: int = 0
-    instance: str | None = None
-    lnc: int | None = None
-    cache: CompileCache = field(default_factory=CompileCache)
-    compiler_flags: str = ""
-    heartbeat: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +68,7 @@ class LaunchPlan:
     @property
     def backend(self) -> str:
         """torch's rendezvous of several machines."""
-        return backend_of(self.request)
+        return self.request.rendezvous
 
     @property
     def endpoint(self) -> str:
@@ -198,14 +156,6 @@ def plan_launch(request: LaunchRequest, host: Host, decision: Decision, environm
     )
 
 
-def backend_of(request: LaunchRequest) -> str:
-    """torch's rendezvous of several machines: a static one unless options need another."""
-    if request.rdzv_backend is not None:
-        return request.rdzv_backend
-    is_static = request.min_nnodes in (None, request.nnodes) and request.rdzv_endpoint is None
-    return STATIC if is_static else DYNAMIC
-
-
 def _threads(request: LaunchRequest, host: Host) -> Setting:
     threads = max(1, host.cores // request.nproc_per_node)
     why = f"cores / ranks on this machine = {host.cores} / {request.nproc_per_node}, at least 1"
@@ -265,7 +215,8 @@ def check_request(request: LaunchRequest) -> None:
     Raises:
         ConfigurationError: if the request cannot be launched.
     """
-    _check_ranks(request)
+    for check in CHECKS:
+        check.apply(request)
     if request.module:
         _check_module(request.target)
     else:
@@ -276,83 +227,6 @@ def check_request(request: LaunchRequest) -> None:
             where="--log-dir",
             why="the output of each rank is written to a folder in it",
             fix="pass a folder; it is created if it does not exist",
-        )
-
-
-def _check_ranks(request: LaunchRequest) -> None:
-    if request.nproc_per_node < 1:
-        raise ConfigurationError(
-            f"--nproc-per-node is {request.nproc_per_node}; expected at least 1.",
-            where="--nproc-per-node",
-            fix="pass the number of ranks on this machine, at most one per accelerator core",
-        )
-    if not 1 <= (request.min_nnodes or 1) <= request.nnodes:
-        raise ConfigurationError(
-            f"--nnodes {request.min_nnodes}:{request.nnodes} is not possible."
-            if request.min_nnodes is not None
-            else f"--nnodes is {request.nnodes}; expected at least 1.",
-            where="--nnodes",
-            fix="pass the number of machines, or the smallest and the largest, such as 2:4",
-        )
-    _check_rendezvous(request)
-    if request.socket_interface is not None and (request.nnodes == 1 or not request.socket_interface.strip()):
-        raise ConfigurationError(
-            "--socket-interface is empty."
-            if not request.socket_interface.strip()
-            else f"--socket-interface {request.socket_interface} has no effect on one machine.",
-            where="--socket-interface",
-            why="it is the network interface for the ranks of several machines",
-            fix="pass an interface, such as eth0, together with --nnodes; or leave it out",
-        )
-    if request.master_port is not None and not 0 < request.master_port < 65536:
-        raise ConfigurationError(
-            f"{request.master_port} is not a port.",
-            where="--master-port",
-            fix="pass a number from 1 to 65535, or leave it out on one machine to use a free port",
-        )
-    if request.max_restarts < 0:
-        raise ConfigurationError(
-            f"--max-restarts is {request.max_restarts}; expected at least 0.",
-            where="--max-restarts",
-            fix="pass 0 or more",
-        )
-    if request.heartbeat is not None and not (request.heartbeat == 0 or 3 <= request.heartbeat < math.inf):
-        raise ConfigurationError(
-            f"--heartbeat is {request.heartbeat:g}; expected at least 3 seconds, or 0.",
-            where="--heartbeat",
-            why="machines give a sign every second",
-            fix="pass 3 or more seconds, or 0 to disable the check",
-        )
-    if not 0 <= request.grace < math.inf:
-        raise ConfigurationError(
-            f"--grace is {request.grace:g}; expected a finite number of at least 0 seconds.",
-            where="--grace",
-            fix="pass 0 or more",
-        )
-
-
-def _check_rendezvous(request: LaunchRequest) -> None:
-    backend, several = backend_of(request), request.nnodes > 1
-    if backend == STATIC and request.min_nnodes not in (None, request.nnodes):
-        raise ConfigurationError(
-            f"--nnodes {request.min_nnodes}:{request.nnodes} needs another --rdzv-backend than {STATIC}.",
-            where="--rdzv-backend",
-            why="a static rendezvous has a fixed number of machines",
-            fix=f"leave it out, for {DYNAMIC}, or pass one number of machines",
-        )
-    if backend == STATIC and not 0 <= request.node_rank < request.nnodes:
-        raise ConfigurationError(
-            f"--node-rank is {request.node_rank}, but there are {request.nnodes} machines.",
-            where="--node-rank",
-            why="machines are numbered from 0",
-            fix=f"pass a number from 0 to {request.nnodes - 1}, a different one on every machine",
-        )
-    if several and not request.master_addr and not request.rdzv_endpoint:
-        raise ConfigurationError(
-            f"{request.nnodes} machines need the address of machine 0.",
-            where="--master-addr",
-            why="the rendezvous of all ranks is on machine 0",
-            fix="pass its address, the same on all machines, or --rdzv-endpoint",
         )
 
 
@@ -491,7 +365,7 @@ def remarks(request: LaunchRequest, host: Host, decision: Decision, environment:
     if compiles:
         said += [f"{flags.VARIABLE}: {text}" for text in flags.remarks(environment.get(flags.VARIABLE, ""))]
         said += [f"--compiler-flags: {t}" for t in flags.remarks(request.compiler_flags, "--compiler-flags")]
-        place = remark_on_place(request.cache.location or location_of(environment), host.mounts, host.name)
+        place = remark_on_place(request.cache_dir or location_of(environment), host.mounts, host.name)
         said += [place] if place is not None else []
     return tuple(said)
 
@@ -547,7 +421,7 @@ def _refuse_without_neuron(request: LaunchRequest, decision: Decision) -> None:
         )
     if decision.device == "xla" or request.instance:  # planned for another machine
         return
-    for option, value in (("--compiler-flags", request.compiler_flags), ("--cache-dir", request.cache.location)):
+    for option, value in (("--compiler-flags", request.compiler_flags), ("--cache-dir", request.cache_dir)):
         if value:
             raise ConfigurationError(
                 f"{option} has no effect here.",

@@ -26,7 +26,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from neuron_accel.launch.host import address_towards, listen, must_host
-from neuron_accel.launch.plan import RENDEZVOUS_SECONDS, STATIC, LaunchPlan
+from neuron_accel.launch.plan import RENDEZVOUS_SECONDS, LaunchPlan
+from neuron_accel.launch.request import STATIC, rendezvous_settings
 
 LOOPBACK = "127.0.0.1"
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -216,7 +217,7 @@ def rendezvous_of(
         min_nodes=plan.fewest,
         max_nodes=request.nnodes,
         local_addr=address_towards(host, request.socket_interface),
-        **{**configs, **dict(request.rdzv_conf)},
+        **{**configs, **rendezvous_settings(request.rdzv_conf)},
     )
     os.environ[OWN_STORE] = "1"
     return MachinesRendezvous(get_rendezvous_handler(parameters), leaves, begins)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.launch.cluster import JOB_PORTS
-from neuron_accel.launch.plan import DEFAULT_MASTER_PORT, LaunchPlan
+from neuron_accel.launch.plan import LaunchPlan
+from neuron_accel.launch.request import DEFAULT_MASTER_PORT
 from neuron_accel.neuron.cache import HOST, is_s3
 
 TEMPLATE = """\

@@ -14,7 +14,8 @@ from neuron_accel.backends.select import Decision
 from neuron_accel.cli.main import main
 from neuron_accel.errors import ConfigurationError, PlanError
 from neuron_accel.launch.host import Host, kernel_version, read_mounts
-from neuron_accel.launch.plan import LaunchRequest, plan_launch
+from neuron_accel.launch.plan import plan_launch
+from neuron_accel.launch.request import LaunchRequest
 from neuron_accel.neuron import CompileCache
 from neuron_accel.neuron.environment import hardware_of_run
 
@@ -103,12 +104,13 @@ def test_two_jobs_on_one_machine_do_not_meet(script):
 
 def test_flags_that_may_be_a_slip_and_shared_caches_are_said(script):
     host = dataclasses.replace(TRN1, mounts=(("/", "ext4"), ("/fsx", "lustre")), name="trn-1")
-    cache = CompileCache(location="/fsx/cache")
     environment = {"NEURON_CC_FLAGS": "-O1 -O2"}
-    text = plan(script, host, XLA, environment, nproc_per_node=32, cache=cache, compiler_flags="--verbse=3").explain()
+    text = plan(
+        script, host, XLA, environment, nproc_per_node=32, cache_dir="/fsx/cache", compiler_flags="--verbse=3"
+    ).explain()
     for words in ("-O1 is overridden by -O2", "did you mean --verbose?", "the compile cache /fsx/cache is on lustre"):
         assert words in text
-    own = plan(script, host, XLA, nproc_per_node=32, cache=CompileCache(location="/fsx/trn-1")).explain()
+    own = plan(script, host, XLA, nproc_per_node=32, cache_dir="/fsx/trn-1").explain()
     assert "lustre" not in own
 
 
@@ -131,8 +133,8 @@ def test_trn2_tells_runtime_and_compiler_the_same(script):
 
 def test_what_is_set_stays_and_flags_are_merged(script):
     environment = {"NEURON_RT_EXEC_TIMEOUT": "30", "NEURON_CC_FLAGS": "--model-type transformer"}
-    cache = CompileCache(location="/fsx/cache", retry_failed_compilation=True)
-    found = settings(script, TRN1, XLA, environment, nproc_per_node=32, cache=cache, compiler_flags="-O1")
+    cache = {"cache_dir": "/fsx/cache", "retry_failed_compilation": True}
+    found = settings(script, TRN1, XLA, environment, nproc_per_node=32, **cache, compiler_flags="-O1")
     assert "NEURON_RT_EXEC_TIMEOUT" not in found
     assert found["NEURON_CC_FLAGS"] == (
         "--model-type=transformer -O1 --cache_dir=/fsx/cache --retry_failed_compilation"
@@ -186,7 +188,7 @@ def test_a_rehearsal_on_a_laptop_keeps_the_limits_of_the_instance(script):
         (TRN1, XLA, {"NEURON_RT_EXEC_TIMEOUT": "soon"}, {"nproc_per_node": 32}, ["NEURON_RT_EXEC_TIMEOUT=soon"]),
         (TRN2, NEURON, {}, {"nproc_per_node": 64, "compiler_flags": "-O1"}, ["-O1 has no effect on the native"]),
         (LAPTOP, CPU, {}, {"compiler_flags": "-O1"}, ["--compiler-flags has no effect here"]),
-        (LAPTOP, CPU, {}, {"cache": CompileCache(location="/x")}, ["--cache-dir has no effect here"]),
+        (LAPTOP, CPU, {}, {"cache_dir": "/x"}, ["--cache-dir has no effect here"]),
         (LAPTOP, CPU, {}, {"lnc": 2}, ["--lnc has no effect here"]),
     ],
 )
@@ -301,9 +303,8 @@ def test_batch_files_are_ready(script, tmp_path, capsys, cluster):
         text = file.read_text()
         assert "#SBATCH --nodes=2" in text
         assert "#SBATCH --ntasks-per-node=1" in text
-    rest = ["--master-addr", "trn1", "--master-port", "29542", "--nproc-per-node", "32", "--grace", "30"]
-    rest += ["--heartbeat", "30"]
-    rest += ["--instance=trn1.32xlarge", "--max-restarts", "1", script, "--name", "it's $HOME; `x`"]
+    rest = ["--master-addr", "trn1", "--master-port", "29542", "--nproc-per-node=32", "--max-restarts=1"]
+    rest += ["--instance=trn1.32xlarge", script, "--name", "it's $HOME; `x`"]
     for machine, words in enumerate(cluster(path)):
         assert words == ["launch", "--nnodes", "2", "--node-rank", str(machine), *rest]
     for machine, words in enumerate(cluster(compiling)):

@@ -13,7 +13,8 @@ from neuron_accel.cli.launch import _note_unknown_address, launch
 from neuron_accel.cli.main import main
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.launch.host import Host, count_cores, count_neuron_devices, memory_bytes
-from neuron_accel.launch.plan import LaunchRequest, check_request, plan_launch
+from neuron_accel.launch.plan import check_request, plan_launch
+from neuron_accel.launch.request import LaunchRequest
 
 CPU = Decision(backend="torch", device="cpu", reason="no accelerator can be used")
 NEURON = Decision(backend="torch", device="neuron", reason="torch has a native neuron device")
@@ -86,7 +87,7 @@ def test_machines_meet_over_the_interface_that_was_asked_for(script, decision, n
 def test_an_interface_that_does_not_exist_is_refused_before_anything_starts(script):
     request = LaunchRequest(target=script, nnodes=2, master_addr="127.0.0.1", node_rank=1, socket_interface="nope0")
     with pytest.raises(ConfigurationError, match="no network interface 'nope0'") as error:
-        launch(plan_launch(request, HOST, CPU, {}), quiet=True)
+        launch(plan_launch(request, HOST, CPU, {}))
     assert "lo" in error.value.fix
 
 
@@ -201,7 +202,7 @@ def test_what_cannot_be_a_file_does_not_exist(name):
 def test_logs_need_a_folder_that_can_be_made(script, folder):
     plan = plan_launch(LaunchRequest(target=script, log_dir=f"{script}/{folder}"), HOST, CPU, {})
     with pytest.raises(ConfigurationError, match="cannot be written") as error:
-        launch(plan, quiet=True)
+        launch(plan)
     assert error.value.where == "--log-dir"
 
 
@@ -224,7 +225,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(script):
         port = taken.getsockname()[1]
         plan = plan_launch(LaunchRequest(target=script, master_port=port), HOST, CPU, {})
         with pytest.raises(ConfigurationError, match=f"Port {port}") as error:
-            launch(plan, quiet=True)
+            launch(plan)
     assert error.value.where == "--master-port"
 
 

@@ -112,7 +112,8 @@ def parse_command(words: Sequence[str], launch_options: LaunchOptions) -> Traini
     rest = list(words[2:] if names[0] in ("neuron-accel", "accelerate") else words[1:])
     if names[0] == "neuron-accel":
         given = launch_options(rest)
-        return _command(given.script, given.script_args, given.module, given.nproc_per_node, given.nnodes or 1)
+        ranks, machines = given.nproc_per_node or 1, given.nnodes or 1
+        return _command(given.script, given.script_args, bool(given.module), ranks, machines)
     if names[0].startswith("python"):
         return _command(*_target(rest), "1", "1")
     others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
