@@ -35,6 +35,8 @@ CONTRACT = {
     "Layouts and parameters": ("engine.sharding",),
     "Gradients": ("engine.optim.buckets", "engine.optim.norms", "engine.optim.reducer"),
     "Optimizers": ("engine.optim",),
+    "An optimizer whose state is sharded": ("engine.shards",),
+    "Families of models": ("models", "lazy"),
     "Backends and collectives": ("backends",),
     "Errors": ("errors",),
 }

@@ -64,8 +64,8 @@ class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
         run: the run.
         plugin: name of the plugin, for messages.
         title: what the plugin does, as messages say it: "train without ...".
-        optimizer_dtype, max_norm, use_grad_acc_hook, higher_cc_precision, bucket_cap_mb, partition,
-            save_master_weights, overlap, overlap_gather: see :class:`~neuron_accel.Zero1Plugin`.
+        optimizer_dtype, max_norm, use_grad_acc_hook, higher_cc_precision: see :class:`~neuron_accel.Zero1Plugin`.
+        bucket_cap_mb, partition, save_master_weights, overlap, overlap_gather: see there, too.
         synchronises: returns whether a backward pass that runs now reduces gradients; by default, whether one of the
             models synchronises.
         others: functions that are called with the parameters of an added group, whose gradients this optimizer then
