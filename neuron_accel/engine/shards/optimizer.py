@@ -60,7 +60,7 @@ class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
     """Updates this rank's shards of an optimizer's parameters.
 
     Args:
-        optimizer: the user's optimizer, with the rewritten parameters.
+        optimizer: the user's optimizer, with the rewritten parameters; an attribute, too.
         run: the run.
         plugin: name of the plugin, for messages.
         title: what the plugin does, as messages say it: "train without ...".
@@ -72,8 +72,7 @@ class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
             reduces.
 
     Attributes:
-        optimizer: the user's optimizer.
-        inner: its twin, which updates the shards.
+        inner: the twin of the user's optimizer, which updates the shards.
         shards: this rank's shard of every bucket.
         saves_masters: whether checkpoints contain the master weights.
         grad_norm: norm of the last step's gradients before clipping, 0-dim; None if ``max_norm`` is not set.

@@ -145,9 +145,11 @@ class ShardedGrad(torch.Tensor):
         self._value().copy_(value)
 
     def tolist(self) -> Any:
+        """Gathers the gradient."""
         return self._value().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
+        """Gathers the gradient."""
         return self._value().numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
