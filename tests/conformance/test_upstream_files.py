@@ -55,7 +55,14 @@ def upstream(tmp_path_factory):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "name", ["test_accelerator.py", "test_optimizer.py", "test_scheduler.py", "test_state_checkpointing.py"]
+    "name",
+    [
+        "test_accelerator.py",
+        "test_data_loader.py",
+        "test_optimizer.py",
+        "test_scheduler.py",
+        "test_state_checkpointing.py",
+    ],
 )
 def test_upstream_file(upstream, tmp_path, name):
     report = tmp_path / "report.xml"
