@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 BLOCKS = "blocks"
 _MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
+"""What torch's FSDP sets on modules, by which transformers knows that all ranks have to take part in a forward pass."""
 
 
 class Unit:
@@ -447,6 +448,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@torch.compiler.disable
+def _refuse_to_be_compiled() -> NoReturn:
+    raise UsageError(
+        "A model whose parameters are sharded cannot be compiled.",
+        where="plugin 'fully_sharded', torch.compile",
+        why="parameters are gathered by hooks on its modules, which are not part of a graph",
+        fix="train without compiling, or with ZeRO-1 (Zero1Plugin)",
+    )
+
+
 class Hook:
     """A hook of one unit. A copy of the model has no values of its parameters, so there is none."""
 
@@ -455,12 +466,7 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            raise UsageError(
-                "A model whose parameters are sharded cannot be compiled.",
-                where="plugin 'fully_sharded', torch.compile",
-                why="parameters are gathered by hooks on its modules, which are not part of a graph",
-                fix="train without compiling, or with ZeRO-1 (Zero1Plugin)",
-            )
+            _refuse_to_be_compiled()
         return self._function(self._unit, *args)
 
     def __reduce__(self) -> NoReturn:
