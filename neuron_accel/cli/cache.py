@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 from neuron_accel.cli.parser import naming_options
-from neuron_accel.cli.terminal import format_pairs, format_table, show, table_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache, Entry, Eviction, entries, in_use, location_of, prune
 from neuron_accel.neuron.quantities import format_duration, format_size
+from neuron_accel.terminal import format_pairs, format_table, show, table_width
 
 DESCRIPTION = """\
 List the persistent compile cache of the XLA path, and evict entries.

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from neuron_accel.cli.terminal import Bar, show
+from neuron_accel.terminal import Bar, show
 
 DESCRIPTION = """\
 Write the model of a checkpoint as a standard folder of transformers: original names and shapes, weights split by

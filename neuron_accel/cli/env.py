@@ -16,12 +16,12 @@ from typing import Any
 
 from neuron_accel.backends.select import Machine, choose, hardware_root, neuron_flavour
 from neuron_accel.cli.bundle import SECRET, URL_CREDENTIALS, bundle
-from neuron_accel.cli.terminal import format_pairs, show, table_width
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.launch.host import count_cores, count_neuron_devices, memory_bytes
 from neuron_accel.launch.network import collect_network, format_network
 from neuron_accel.neuron.instances import detect_instance
+from neuron_accel.terminal import format_pairs, show, table_width
 
 DESCRIPTION = """\
 Show versions, hardware, the backend that would be chosen and why, environment variables that affect training,

@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import Any
 
-from neuron_accel.cli.terminal import format_pairs, format_table, show, table_width
+from neuron_accel.terminal import format_pairs, format_table, show, table_width
 
 DESCRIPTION = """\
 Show the mesh that a checkpoint was saved on, its files, and its tensors with their shapes, dtypes and layouts.

@@ -18,7 +18,6 @@ from typing import Any
 
 from neuron_accel.backends.select import Machine, choose
 from neuron_accel.cli.parser import naming_options
-from neuron_accel.cli.terminal import format_command, show, table_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.launch.cluster import find_machines
 from neuron_accel.launch.failures import describe, first_failure, signal_name
@@ -36,6 +35,7 @@ from neuron_accel.launch.request import (
 )
 from neuron_accel.neuron.cache import HOST
 from neuron_accel.neuron.instances import detect_instance, read_product
+from neuron_accel.terminal import format_command, show, table_width
 
 DESCRIPTION = """\
 Start a training script on several ranks, with the elastic agent of torchrun.

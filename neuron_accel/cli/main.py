@@ -12,10 +12,10 @@ from typing import Any
 
 from neuron_accel import __version__
 from neuron_accel.cli.parser import Parser, no_command
-from neuron_accel.cli.terminal import show
 from neuron_accel.doors import COMMANDS as GROUP
 from neuron_accel.doors import PACKAGES, SUMMARIES, entry_points, how_to_install, offered_by
 from neuron_accel.errors import NeuronAccelError, PluginError
+from neuron_accel.terminal import show
 
 COMMANDS = {
     "launch": ("neuron_accel.cli.launch", "start a training script on several ranks"),

@@ -12,9 +12,9 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from neuron_accel.cli.terminal import show
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import UsageError
+from neuron_accel.terminal import show
 
 DESCRIPTION = """\
 Create a package with a strategy plugin: pyproject.toml with its entry point, a plugin that works, and tests that run

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from neuron_accel.cli.terminal import show, terminal_width, wrap_words
 from neuron_accel.errors import NeuronAccelError
+from neuron_accel.terminal import show, terminal_width, wrap_words
 
 
 class HelpFormatter(argparse.HelpFormatter):

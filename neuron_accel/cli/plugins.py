@@ -10,10 +10,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from neuron_accel.cli.terminal import format_pairs, format_table, terminal_width
 from neuron_accel.engine.plan.plugin import AxisSpec, StrategyPlugin
 from neuron_accel.engine.plan.registry import PluginEntry, Registry
 from neuron_accel.errors import NeuronAccelError
+from neuron_accel.terminal import format_pairs, format_table, terminal_width
 
 DESCRIPTION = """\
 List every installed strategy, built in or from another distribution: its phase, the axes it can add to the mesh, the

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from neuron_accel.cli import launch
 from neuron_accel.cli.parser import Parser, naming_options
-from neuron_accel.cli.terminal import format_command, format_pairs, show, table_width
 from neuron_accel.doors import GRAPH_CHECKS, entry_points, how_to_install, not_installed
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.launch.host import read_mounts
@@ -22,6 +21,7 @@ from neuron_accel.neuron.cache import URL_VARIABLE, CompileCache, location_of, r
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.environment import compile_settings
 from neuron_accel.neuron.variables import Setting
+from neuron_accel.terminal import format_command, format_pairs, show, table_width
 
 TOOL = "neuron_parallel_compile"
 STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_accel.cli.parser import add_former_name
-from neuron_accel.cli.terminal import Bar, show
+from neuron_accel.terminal import Bar, show
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from neuron_accel.cli.parser import add_former_name, naming_options
 from neuron_accel.cli.schedule_chart import summary, svg, text
-from neuron_accel.cli.terminal import show, terminal_width
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.pipeline.schedules import SCHEDULES, Kind, make_schedule
 from neuron_accel.strategies.pipeline.timeline import Timeline, make_timeline
+from neuron_accel.terminal import show, terminal_width
 
 DESCRIPTION = """\
 Draw a pipeline schedule as a Gantt chart, with its bubble (the fraction of time in which a rank is idle) and the number

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from neuron_accel.cli.terminal import show
+from neuron_accel.terminal import show
 
 DESCRIPTION = """\
 Compare every file of a checkpoint with its checksum, and check that all shards of all tensors are present and that

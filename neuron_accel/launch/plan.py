@@ -13,7 +13,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from neuron_accel.backends.select import Decision
-from neuron_accel.cli.terminal import format_pairs
 from neuron_accel.errors import ConfigurationError, did_you_mean
 from neuron_accel.launch.host import Host
 from neuron_accel.launch.request import CHECKS, DEFAULT_MASTER_PORT, HEARTBEAT_SECONDS, STATIC, LaunchRequest
@@ -29,6 +28,7 @@ from neuron_accel.neuron.environment import (
 )
 from neuron_accel.neuron.instances import Instance, find_instance
 from neuron_accel.neuron.variables import Setting, review
+from neuron_accel.terminal import format_pairs
 
 # ---- The plan of a launch; ``--dry-run`` prints it -------------------------------------------------------------------
 RENDEZVOUS_SECONDS = 900

@@ -15,12 +15,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 
-STILL_PRIVATE = {
-    "neuron-accel-emulation": {"neuron_accel.neuron.Instance", "neuron_accel.neuron.find_instance"},
-}
-"""What a package imports although it is not public. This may only shrink."""
-
-
 def private_imports(source: str) -> list[str]:
     """Every import from neuron_accel of something that is not public."""
     return [i.module for i in imports(source, "a_plugin") if not _is_public(i.module)]
@@ -60,12 +54,10 @@ def private_uses(source: str) -> list[str]:
 def test_a_package_uses_public_names_only(package):
     sources = sorted(package.rglob("*.py"))
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sources}
-    known = STILL_PRIVATE.get(package.name, set())
     imported = {path: private_imports(text) for path, text in texts.items()}
     used = {path: private_uses(text) for path, text in texts.items()}
     assert len(sources) > 1
-    assert {path: names for path, names in imported.items() if not known.issuperset(names)} == {}
-    assert known == {name for names in imported.values() for name in names}, "the list of exceptions is too long"
+    assert {path: names for path, names in imported.items() if names} == {}
     assert {path: names for path, names in used.items() if names} == {}
 
 

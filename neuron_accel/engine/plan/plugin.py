@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
-API_VERSION = 2
+API_VERSION = 3
 """Version of this contract. A plugin that declares another version raises a PluginError."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -42,7 +43,11 @@ def test_help_fits_the_terminal(name, columns, capsys, monkeypatch):
 def test_examples_parse_and_options_are_explained(name):
     parser = Parser(prog=name)
     MODULES[name].add_arguments(parser)
-    assert all(action.help for action in parser._actions)
+    explained = dict.fromkeys(re.findall(r"^  (--[\w-]+)", parser.format_help(), re.MULTILINE))
+    lines = parser.format_help().splitlines()
+    for option in explained:
+        at = next(index for index, line in enumerate(lines) if line.startswith(f"  {option}"))
+        assert re.search(r"\S {2,}\S", lines[at].strip()) or lines[at + 1].startswith(" " * 10), option
     examples = [line.strip() for line in MODULES[name].EXAMPLES.splitlines() if f"neuron-accel {name}" in line]
     assert examples
     for example in examples:

@@ -11,7 +11,7 @@ import pytest
 
 from neuron_accel.cli import main as main_module
 from neuron_accel.cli.main import COMMANDS, main
-from neuron_accel.cli.terminal import format_pairs, format_table
+from neuron_accel.terminal import format_pairs, format_table
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *[[name, "--help"] for name in COMMANDS]])

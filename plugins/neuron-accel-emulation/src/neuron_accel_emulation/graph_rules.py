@@ -38,7 +38,7 @@ _NO_SUCH_TYPES = frozenset({"f64", "s1", "s2", "s4", "u1", "u2", "u4", "f4e2m1fn
 
 
 class Hardware(Protocol):
-    """Limits of a machine, as :meth:`neuron_accel.neuron.Instance.hardware` returns them."""
+    """Limits of a machine, as :meth:`neuron_accel.Instance.hardware` returns them."""
 
     @property
     def name(self) -> str: ...

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from neuron_accel import find_instance
+from neuron_accel.commands import format_table, table_width, terminal_width
 from neuron_accel.contract import ConfigurationError, UsageError
-from neuron_accel.neuron import find_instance
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel_emulation.graph_report import GraphReport, check_recorded, show_ranks
 from neuron_accel_emulation.graph_rules import Finding, partitions
 from neuron_accel_emulation.graphs import recording, run_script
-from neuron_accel_emulation.terminal import format_table, table_width, terminal_width
 
 LaunchOptions = Callable[[Sequence[str]], argparse.Namespace]
 """Parses the words after ``neuron-accel launch``."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from neuron_accel.cli import terminal as cli_terminal
+from neuron_accel import terminal as cli_terminal
 from neuron_accel.cli.main import COMMANDS, main
-from neuron_accel.cli.terminal import Bar, format_command, format_pairs, format_table, show
+from neuron_accel.terminal import Bar, format_command, format_pairs, format_table, show
 from tests.guests import is_installed
 from tests.unit.cli.screen import capture, terminal
 
