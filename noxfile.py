@@ -213,6 +213,16 @@ def storage(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def slurm(session: nox.Session) -> None:
+    """Batch files of launch, run by Slurm: a controller and three nodes on this machine, started and stopped here."""
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
+    if missing or os.getuid() != 0:
+        session.skip("this starts Slurm's daemons as root: apt-get install slurmctld slurmd slurm-client munge")
+    install(session, NATIVE_TORCH, ".[test]")
+    session.run(*PYTEST, "tests/slurm", *session.posargs, env={"NEURON_ACCEL_SLURM": "1"})
+
+
+@nox.session(default=False)
 def trackers(session: nox.Session) -> None:
     """Figures of a run report in each tracker of Accelerate; those beside tensorboard install some 150 packages."""
     install(session, NATIVE_TORCH, ".[test]", "wandb", "mlflow", "aim")

@@ -34,8 +34,8 @@ read -r master < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # different ports for jobs that share a machine
 port=$(({port} + SLURM_JOB_ID % {ports}))
 
-# --kill-on-bad-exit: when one machine fails, the others end too
-srun --kill-on-bad-exit=1 --export=ALL bash -c \\
+# when one machine fails, the others end by themselves, with its exit code; after --wait seconds Slurm ends them
+srun --wait={wait} --export=ALL bash -c \\
   {task} neuron-accel \\
   --master-addr "$master" --master-port "$port" {arguments}{after}
 """
@@ -129,6 +129,7 @@ def describe_batch_files(
             ports=JOB_PORTS,
             task=shlex.quote(TASK.format(start=start)),
             arguments=shlex.join(options),
+            wait=math.ceil(plan.request.grace + plan.heartbeat) + ROOM_SECONDS,
             directives=REQUEUE.format(seconds=math.ceil(plan.request.grace) + ROOM_SECONDS) if again else "",
             after=AFTER if again else "",
         )

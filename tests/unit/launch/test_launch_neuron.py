@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -284,7 +285,7 @@ def cluster(tmp_path):
         done = subprocess.run([str(path)], env=environment, capture_output=True, text=True, timeout=30)
         assert done.returncode == ends_with, done.stderr
         first, *rest = record.read_text().splitlines()
-        assert first == "srun --kill-on-bad-exit=1 --export=ALL"
+        assert re.fullmatch(r"srun --wait=\d+ --export=ALL", first)
         return [part.split("\n") for part in "\n".join(rest).removesuffix("\nend").split("\nend\n")]
 
     return run
