@@ -61,6 +61,8 @@ examples:
     neuron-accel launch --nnodes 2 --nproc-per-node 32 --instance trn1.32xlarge --slurm train.sbatch train.py
   the machines of a Slurm step, one task on each:
     srun --nodes 2 --ntasks-per-node 1 neuron-accel launch --nproc-per-node 32 train.py
+  a JobSet of Kubernetes for two instances, to pipe into kubectl apply -f -:
+    neuron-accel launch --nnodes 2 --nproc-per-node 32 --instance trn1.32xlarge --emit kubernetes --image train:1 train.py
   two machines; run this on both, with --node-rank 1 on the second:
     neuron-accel launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --nproc-per-node 32 train.py
 """
@@ -87,6 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="first dry-run the script up to its second optimizer step, and warn if it does not fit a core",
     )
+    kubernetes = parser.add_argument_group("Kubernetes")
+    _add(kubernetes, "--emit", choices=["kubernetes"], help="print a JobSet for kubectl instead of launching")
+    _add(kubernetes, "--image", metavar="IMAGE", help="its container image, which has this package and the script")
+    _add(kubernetes, "--claim", metavar="NAME", help="a PersistentVolumeClaim, mounted at /data")
     _add(parser, "--dry-run", action="store_true", help="print the launch settings without launching")
     parser.add_argument("script", help="the training script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
@@ -128,7 +134,7 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchRe
     with naming_options({"CompileCache.location": "--cache-dir"}):
         request.cache  # noqa: B018  which raises an error for an impossible place
     rendezvous_settings(request.rdzv_conf)
-    if given.get("nnodes") == 1 or args.slurm is not None:
+    if given.get("nnodes") == 1 or args.slurm is not None or args.emit is not None:
         return request
     found = find_machines(environ, DEFAULT_MASTER_PORT)
     if found is None or (found.count in (None, 1) and "nnodes" not in given):
@@ -145,7 +151,7 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchRe
 
 def run(args: argparse.Namespace) -> int:
     request = request_of(args, os.environ)
-    plan = prepare(request, meets=args.slurm is None)
+    plan = prepare(request, meets=args.slurm is None and args.emit is None)
     if args.requeue and args.slurm is None:
         raise ConfigurationError(
             "--requeue has no effect without --slurm.",
@@ -153,12 +159,27 @@ def run(args: argparse.Namespace) -> int:
             why="it is a property of the job that a batch file describes",
             fix="add --slurm FILE, or leave it out",
         )
+    for option in ("image", "claim"):
+        if getattr(args, option) and args.emit is None:
+            raise ConfigurationError(
+                f"--{option} has no effect without --emit.",
+                where=f"--{option}",
+                why="it is a property of the JobSet",
+                fix="add --emit kubernetes, or leave it out",
+            )
     if args.check_memory and request.node_rank == 0:
         from neuron_accel.cli.memory_check import check_memory
 
         _say(check_memory(plan))
     if args.slurm is not None:
         _write_batch_files(args.slurm, plan, args)
+        return 0
+    if args.emit is not None:
+        import yaml
+
+        from neuron_accel.launch.kubernetes import describe_job_set
+
+        print(yaml.safe_dump(describe_job_set(plan, args.image, args.claim), sort_keys=False), end="")
         return 0
     if args.dry_run:
         width = table_width()
