@@ -62,7 +62,7 @@ examples:
   the machines of a Slurm step, one task on each:
     srun --nodes 2 --ntasks-per-node 1 neuron-accel launch --nproc-per-node 32 train.py
   a JobSet of Kubernetes for two instances, to pipe into kubectl apply -f -:
-    neuron-accel launch --nnodes 2 --nproc-per-node 32 --instance trn1.32xlarge --emit kubernetes --image train:1 train.py
+    neuron-accel launch --nnodes 2 --nproc-per-node 32 --instance trn1.32xlarge --emit kubernetes --image t:1 train.py
   two machines; run this on both, with --node-rank 1 on the second:
     neuron-accel launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --nproc-per-node 32 train.py
 """
