@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from neuron_accel.launch.signals import HANDLED
+from tests.forked_launch import adopting
 from tests.injector import DONE, JOURNAL, KILL, PLAN, STOP, VARIABLE
 
 LEFT_SECONDS = 10.0
 """How long processes may take to notice that their parent has ended, as data loading workers do."""
-_PDEATHSIG, _SUBREAPER = 1, 36  # prctl(2)
+_PDEATHSIG = 1  # prctl(2)
 SECONDS = 5.0
 
 
@@ -132,9 +133,8 @@ def run_command(
         faults: what is done, one after another.
         timeout: seconds after which a start of the command is ended.
     """
-    if sys.platform == "linux":  # so that processes whose parent was killed are found
-        ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
-    with tempfile.TemporaryDirectory(prefix="neuron_accel_chaos_") as name:
+    # Processes whose parent was killed are found.
+    with adopting(), tempfile.TemporaryDirectory(prefix="neuron_accel_chaos_") as name:
         folder = Path(name)
         make_plan(folder, faults)
         shared, began = _shared_memory(), time.time()
