@@ -159,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
             why="it is a property of the job that a batch file describes",
             fix="add --slurm FILE, or leave it out",
         )
+    if args.slurm is not None and args.emit is not None:
+        raise ConfigurationError("--slurm and --emit exclude each other.", where="--emit", fix="pass one of them")
     for option in ("image", "claim"):
         if getattr(args, option) and args.emit is None:
             raise ConfigurationError(

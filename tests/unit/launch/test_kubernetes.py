@@ -123,6 +123,7 @@ def test_one_machine_needs_no_address(emit):
         (["--instance", "trn1.32xlarge", "--nproc-per-node", "32"], "need a container image"),
         ([*TRN1, "--claim", "data", "--cache-dir", "cache"], "--cache-dir cache is not on the volume data"),
         ([*TRN1, "--nnodes", "2:4"], "is not possible in a JobSet"),
+        ([*TRN1, "--slurm", "train.sbatch"], "--slurm and --emit exclude each other"),
     ],
 )
 def test_what_a_job_set_cannot_be_is_an_error(emit, options, what):
