@@ -94,6 +94,8 @@ def test_the_whole_command_on_two_ranks(start):
 
 @pytest.mark.parametrize("command", ["test --cpu", "calibrate --cpu --quick --output machine.yaml"])
 def test_what_commands_with_ranks_show_fits_a_terminal_of_80_columns(command, tmp_path):
+    if command.startswith("calibrate"):
+        pytest.importorskip("neuron_accel_plan", reason="calibrate is a command of neuron-accel-plan")
     with terminal(80) as written:
         started = [sys.executable, "-m", "neuron_accel.cli.main", *command.split()]
         code = subprocess.run(started, cwd=tmp_path, timeout=110, check=False).returncode
