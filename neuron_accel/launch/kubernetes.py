@@ -37,7 +37,7 @@ def describe_job_set(plan: LaunchPlan, image: str | None, claim: str | None) -> 
         claim: a PersistentVolumeClaim for ``--cache-dir`` and ``--log-dir``, which must be below ``/data``.
 
     Raises:
-        ConfigurationError: if there is no image, or what a volume is for has no place on it.
+        ConfigurationError: if there is no image, if the number of machines varies, or if a folder is not on the volume.
     """
     request = plan.request
     if not image:
@@ -59,7 +59,7 @@ def describe_job_set(plan: LaunchPlan, image: str | None, claim: str | None) -> 
                 why="the volume is mounted at /data, and what a pod writes elsewhere goes with it",
                 fix="pass a folder below /data, or an s3:// location of the cache",
             )
-    name = re.sub(r"[^a-z0-9]+", "-", Path(request.target).stem.lower()).strip("-")[:40] or "train"
+    name = _name(request.target)
     instance = find_instance(request.instance) if request.instance else None
     words = replace(request, max_restarts=0).words()
     if request.nnodes > 1:
@@ -101,6 +101,12 @@ def describe_job_set(plan: LaunchPlan, image: str | None, claim: str | None) -> 
             "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": {"spec": job}}],
         },
     }
+
+
+def _name(target: str) -> str:
+    """A name for a service of Kubernetes: lower-case letters, digits and dashes, of which the first is a letter."""
+    name = re.sub(r"[^a-z0-9]+", "-", Path(target).stem.lower())[:40].strip("-")
+    return name if name[:1].isalpha() else f"train-{name}".strip("-")
 
 
 def _devices(instance: Instance, nnodes: int) -> dict[str, int]:

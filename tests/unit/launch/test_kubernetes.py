@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from neuron_accel.cli.launch import add_arguments, request_of
 from neuron_accel.cli.main import main
 from neuron_accel.cli.parser import Parser
 from neuron_accel.launch.cluster import find_machines
+from neuron_accel.launch.kubernetes import _name
 
 SCHEMA = {
     "apiVersion": str,
@@ -118,10 +120,20 @@ def test_one_machine_needs_no_address(emit):
 
 
 @pytest.mark.parametrize(
+    ("target", "name"),
+    [("My_train.py", "my-train"), ("runs/2_b.py", "train-2-b"), ("_.py", "train"), ("a" * 39 + "_b.py", "a" * 39)],
+)
+def test_the_name_is_one_that_a_service_may_have(target, name):
+    assert _name(target) == name
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
+
+
+@pytest.mark.parametrize(
     ("options", "what"),
     [
         (["--instance", "trn1.32xlarge", "--nproc-per-node", "32"], "need a container image"),
         ([*TRN1, "--claim", "data", "--cache-dir", "cache"], "--cache-dir cache is not on the volume data"),
+        ([*TRN1, "--claim", "data", "--log-dir", "logs"], "--log-dir logs is not on the volume data"),
         ([*TRN1, "--nnodes", "2:4"], "is not possible in a JobSet"),
         ([*TRN1, "--slurm", "train.sbatch"], "--slurm and --emit exclude each other"),
     ],
