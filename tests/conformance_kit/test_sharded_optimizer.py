@@ -1,5 +1,5 @@
-"""A strategy of somebody else that shards optimizer state, on a page: ``ShardedOptimizer`` does it, the plugin says
-when. It passes the conformance kit."""
+"""A third party's strategy that shards optimizer state, on a page: its hooks call ``ShardedOptimizer``, and it passes
+the conformance kit."""
 
 from __future__ import annotations
 
