@@ -25,6 +25,7 @@ from neuron_accel.contract import (
     UnsupportedModelError,
     UsageError,
     dry_plan,
+    model_without_weights,
 )
 from neuron_accel_plan.calibration import Machine
 from neuron_accel_plan.shapes import Results
@@ -511,14 +512,6 @@ def _configuration(model: Any) -> Any:
             why=str(error).splitlines()[0],
             fix="pass the config.json that save_pretrained writes beside a model",
         ) from error
-
-
-def model_without_weights(config: Any) -> nn.Module:
-    """Returns the causal language model of a configuration, on the meta device."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _check_sequence(config: Any, sequence: int) -> None:
