@@ -70,7 +70,8 @@ def test_rows_of_all_processes_are_no_rows_of_samples(trainer):
 
 def test_one_group_with_the_same_samples_counts_them_once():
     check(Rewards, 1, 2, scale_rewards="group", normalize_advantages=False)
-    for given in ({"scale_rewards": "batch"}, {"normalize_advantages": True}):
+    aggregation = {"multi_objective_aggregation": "normalize_then_sum"}
+    for given in ({"scale_rewards": "batch"}, {"normalize_advantages": True}, aggregation):
         with pytest.raises(UsageError, match="would count each sample 2 times"):
             check(Rewards, 1, 2, **given)
         check(OnlyLogs, 1, 2, **given)
