@@ -32,7 +32,7 @@ from neuron_accel.engine.plan.restart import RUN
 from neuron_accel.errors import CommunicationError
 from neuron_accel.launch._rank import ENDED_FILE, STARTED_FILE, STOPPED_FILE
 from neuron_accel.launch.failures import RankFailure, RankSuccess, describe, first_failure, signal_name
-from neuron_accel.launch.lost import TURN_S, End, Watch
+from neuron_accel.launch.lost import End, Watch
 from neuron_accel.launch.plan import LaunchPlan
 from neuron_accel.launch.rendezvous import Start, rendezvous_of
 from neuron_accel.launch.signals import Escalation, end_ranks, signal_ranks
@@ -274,7 +274,7 @@ class Launch:
             if outcome.failures and self.end is None:
                 first, is_last = first_failure(outcome.failures), restarts == self._plan.request.max_restarts
                 if first.raised is not None and self._watch is not None:
-                    time.sleep(TURN_S)  # another machine whose rank was killed, perhaps the cause, is to be first
+                    self._watch.wait_for_cause()
                 self.say(first.shell_code, f"rank {first.rank} failed first: {first.how}", is_final=is_last)
                 if self.end is None and is_last:
                     break

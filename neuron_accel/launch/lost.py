@@ -25,6 +25,9 @@ from torch.distributed import TCPStore
 from neuron_accel.launch.rendezvous import Start
 
 TURN_S = 1.0
+CAUSE_S = 5.0
+"""Time in seconds for another machine, where a rank was killed, to say so before a machine whose ranks raised an error:
+they may have noticed only that a connection closed."""
 LEAVE_S = 10.0
 """Time in seconds for the launcher to leave after its ranks have ended; it may be stuck in a store that is lost."""
 CONNECT = timedelta(seconds=2)
@@ -78,6 +81,12 @@ class Watch:
     def end(self) -> End | None:
         """Why this start ends, unless this launcher has said it."""
         return self._end if self._end != self._said else None
+
+    def wait_for_cause(self) -> None:
+        """Waits for :data:`CAUSE_S` seconds, or until another machine has ended this start."""
+        deadline = time.monotonic() + CAUSE_S
+        while self.end is None and time.monotonic() < deadline:
+            time.sleep(TURN_S / 10)
 
     @property
     def has_store(self) -> bool:

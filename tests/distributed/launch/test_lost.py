@@ -93,6 +93,23 @@ def test_all_machines_learn_the_first_reason_and_only_that(watch):
         assert one.end.what == f"machine 2 ({socket.gethostname()}): rank 5 failed first"
 
 
+def test_a_rank_that_was_killed_is_named_before_the_errors_that_follow(watch):
+    """The launcher whose rank was killed notices late, as on a busy machine."""
+    two = [watch(machine, machines=2) for machine in range(2)]
+
+    def say_late():
+        time.sleep(2.5)
+        two[1].say(code=137, what="rank 1 failed first: ended by SIGKILL", is_final=False)
+
+    late = threading.Thread(target=say_late)
+    late.start()
+    two[0].wait_for_cause()
+    two[0].say(code=1, what="rank 0 failed first: exit code 1", is_final=False)
+    late.join()
+    assert two[0].end.code == 137
+    assert two[1].end is None
+
+
 def test_two_neighbours_are_lost_at_once_and_the_run_may_go_on(watch):
     two = [watch(machine, is_elastic=True) for machine in (0, 3)]  # of four
     for one in two:
