@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -172,7 +173,14 @@ def lint(session: nox.Session) -> None:
 UPSTREAM = ["torch", "transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "packaging"]
 """What changes beneath this package."""
 
-NEWEST_PYTHON = next((version for version in ("3.14", "3.13", "3.12") if shutil.which(f"python{version}")), None)
+
+def is_installed(python: str) -> bool:
+    """Whether an interpreter starts: that of a version manager may be there and refuse to."""
+    path = shutil.which(python)
+    return path is not None and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0
+
+
+NEWEST_PYTHON = next((version for version in ("3.14", "3.13", "3.12") if is_installed(f"python{version}")), None)
 
 
 @nox.session(default=False, python=NEWEST_PYTHON)
