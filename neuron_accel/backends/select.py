@@ -27,7 +27,7 @@ from neuron_accel.backends.base import Backend
 from neuron_accel.errors import ConfigurationError, UsageError, did_you_mean
 
 BackendName = Literal["torch", "xla", "dryrun"]
-NeuronFlavour = Literal["native", "xla"]
+NeuronFlavour = Literal["native", "xla", "inference"]
 
 HARDWARE_ROOT_VARIABLE = "NEURON_ACCEL_HARDWARE_ROOT"
 """Environment variable for the folder that contains ``dev`` and ``sys`` of an emulated machine."""
@@ -175,18 +175,21 @@ class Machine:
 
 
 def neuron_flavour(version: str, entry_point_groups: set[str]) -> NeuronFlavour | None:
-    """Returns the variant of an installed torch-neuronx distribution, or None if it is neither of the two.
+    """Returns the variant of an installed torch-neuronx distribution, or None if it is none of them.
 
-    Versions of the XLA variant have five parts, up to release 2.9 (``2.9.0.2.15.32035``). The native variant starts
-    with 2.13 (``2.13.3.0``) and registers itself with torch; its builds from source have version ``0.1.0``. Version
-    ``1.0`` on PyPI is an empty placeholder.
+    Versions of the XLA variant have five parts, up to release 2.9 (``2.9.0.2.15.32035``); later ones
+    (``2.11.0.1.0.696``) are for inference by vLLM and cannot train. The native variant starts with 2.13 (``2.13.3.0``)
+    and registers itself with torch; its builds from source have version ``0.1.0``. Version ``1.0`` on PyPI is an empty
+    placeholder.
     """
     if "torch.backends" in entry_point_groups:
         return "native"
     numbers = [int(part) for part in re.match(r"\d*(?:\.\d+)*", version).group().split(".") if part]  # type: ignore[union-attr]
     if tuple(numbers[:2]) >= (2, 13):
         return "native"
-    return "xla" if len(numbers) >= 5 and tuple(numbers[:2]) >= (1, 13) else None
+    if len(numbers) < 5 or tuple(numbers[:2]) < (1, 13):
+        return None
+    return "xla" if tuple(numbers[:2]) <= (2, 9) else "inference"
 
 
 def choose(

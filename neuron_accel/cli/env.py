@@ -20,6 +20,7 @@ from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.launch.host import count_cores, count_neuron_devices, memory_bytes
 from neuron_accel.launch.network import collect_network, format_network
+from neuron_accel.neuron.facts import FACTS, SDK
 from neuron_accel.neuron.instances import detect_instance
 from neuron_accel.terminal import format_pairs, show, table_width
 
@@ -111,6 +112,7 @@ def collect(environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns the report as dicts, lists and strings."""
     probes = Machine()
     return {
+        "written_for": f"Neuron SDK {SDK} of {FACTS['sdk']['date']}",
         "versions": versions(),
         "system": {
             "python": f"{platform.python_version()} ({sys.executable})",
@@ -151,6 +153,7 @@ def describe_torch_neuronx(version: str, entry_point_groups: set[str]) -> str:
     meaning = {
         "native": "native device (TorchNeuron)",
         "xla": "XLA",
+        "inference": "for inference by vLLM, cannot train",
         None: "a placeholder without content: install the real one from the AWS Neuron package index",
     }
     return f"{version} ({meaning[flavour]})"
@@ -190,7 +193,10 @@ def format_report(report: Mapping[str, Any], width: int | None = None) -> str:
     """Formats a report as text, wrapped to ``width`` columns if that is given."""
     system, backend = report["system"], report["backend"]
     sections = {
-        "versions": [(name, version or "not installed") for name, version in report["versions"].items()],
+        "versions": [
+            *((name, version or "not installed") for name, version in report["versions"].items()),
+            ("written for", report["written_for"]),
+        ],
         "system": [
             ("python", system["python"]),
             ("platform", system["platform"]),

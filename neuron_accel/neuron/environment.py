@@ -12,7 +12,13 @@ from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import NATIVE_VARIABLE, URL_VARIABLE, CompileCache
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.flags import VARIABLE
-from neuron_accel.neuron.instances import Instance, detect_instance, find_instance
+from neuron_accel.neuron.instances import (
+    NATIVE_RUNTIME,
+    OLDEST_RUNTIME,
+    Instance,
+    detect_instance,
+    find_instance,
+)
 from neuron_accel.neuron.variables import Setting, visible_cores
 
 if TYPE_CHECKING:
@@ -260,7 +266,10 @@ def hardware_of_run(
         instance = find_instance(named, INSTANCE_VARIABLE)
     elif decision.device in ("neuron", "xla") and environ.get("PJRT_DEVICE", "NEURON") == "NEURON":
         instance = detect_instance(product_name)
-    return None if instance is None else instance.hardware(_lnc(environ) if len(instance.lnc) > 1 else None)
+    if instance is None:
+        return None
+    runtime = NATIVE_RUNTIME if decision.device == "neuron" else OLDEST_RUNTIME
+    return instance.hardware(_lnc(environ) if len(instance.lnc) > 1 else None, runtime)
 
 
 def _lnc(environ: Mapping[str, str]) -> int | None:

@@ -16,24 +16,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from neuron_accel.errors import ConfigurationError
+from neuron_accel.neuron.facts import FACTS
 
 VARIABLE = "NEURON_CC_FLAGS"
 
-VALUES: Mapping[str, tuple[str, ...]] = {
-    "--model-type": ("generic", "transformer", "unet-inference", "cnn-training"),
-    "--auto-cast": ("none", "matmult", "all"),
-    "--auto-cast-type": ("bf16", "fp16", "tf32", "fp8_e4m3"),
-    "--distribution-strategy": ("generic", "llm-training", "NEMO", "nemo"),
-    "--optlevel": ("1", "2", "3"),
-    "--lnc": ("1", "2"),
-    "--native-int64": ("default", "enabled", "disabled"),
-    "--target": ("inf2", "trn1", "trn1n", "trn2", "trn3"),
-    "--verbose": ("debug", "info", "warning", "error", "critical"),
-    "--log_level": ("INFO", "WARNING", "ERROR"),
-}
+VALUES: Mapping[str, tuple[str, ...]] = {row["name"]: tuple(row["values"]) for row in FACTS["flags"]}
 """Values of options according to the reference."""
 
-CLOSED = ("--optlevel", "--lnc", "--log_level")
+CLOSED = tuple(row["name"] for row in FACTS["flags"] if row.get("closed"))
 """Options without other values in any release. For other options, pages of the SDK use values that the reference does
 not list (``--auto-cast=matmul``, ``--distribution-strategy=NEMO``)."""
 

@@ -119,6 +119,7 @@ def test_the_ranks_of_a_dry_run_are_those_of_the_environment():
         ("1.0", set(), None),
         ("2.9.0", set(), None),
         ("2.9.0.2.13.24727+abc", set(), "xla"),
+        ("2.11.0.1.0.696", set(), "inference"),
         ("unknown", set(), None),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from neuron_accel.cli.bundle import Redactor
 from neuron_accel.cli.env import collect, describe_torch_neuronx, relevant_variables
 from neuron_accel.cli.main import main
+from neuron_accel.neuron.facts import SDK
 
 
 def test_the_report_names_versions_backend_and_plugins(capsys):
@@ -30,6 +31,7 @@ def test_the_text_has_everything_that_the_json_has(capsys):
     for title in ("versions", "system", "backend", "environment", "plugins"):
         assert f"{title}\n" in text
     assert importlib.metadata.version("accelerate") in text
+    assert f"Neuron SDK {SDK} of " in text
 
 
 def test_the_backend_follows_the_environment_it_is_asked_about():

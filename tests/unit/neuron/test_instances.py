@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 
+from neuron_accel.backends.select import Decision
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.planner import make_plan
 from neuron_accel.errors import ConfigurationError, PlanError
 from neuron_accel.neuron import INSTANCES, find_instance
-from neuron_accel.neuron.instances import detect_instance
+from neuron_accel.neuron.environment import hardware_of_run
+from neuron_accel.neuron.instances import detect_instance, most_partitions
 
 # name, chips, physical and logical cores, HBM GiB, TFLOPS, HBM bandwidth, link, EFA Gbit/s, vCPU, host GiB
 ROWS = [
@@ -19,8 +21,10 @@ ROWS = [
     ("trn1n.32xlarge", 16, 32, 32, 512, 3_040, 820, 768, 1_600, 128, 512),
     ("trn2.48xlarge", 16, 128, 64, 1_536, 10_700, 2_900, 1_024, 3_200, 192, 2_048),
     ("trn2u-ultraserver", 64, 512, 256, 6_144, 42_800, 2_900, 1_024, 3_200, 768, 8_192),
-    ("trn2.3xlarge", 1, 8, 4, 96, 667, 2_900, None, None, None, None),
+    ("trn2.3xlarge", 1, 8, 4, 96, 667, 2_900, None, 200, 12, 128),
     ("trn3.48xlarge", 16, 128, 64, 2_304, 10_736, 4_900, 2_048, 3_200, 192, 2_048),
+    ("trn3e.24xlarge", 4, 32, 16, 576, 2_684, 4_900, 2_048, 800, 64, 768),
+    ("trn3sn.3xlarge", 1, 8, 4, 144, 671, 4_900, None, None, None, None),
     ("trn3-gen1-ultraserver", 64, 512, 256, 9_216, 42_944, 4_900, 2_048, 12_800, 768, 8_192),
     ("trn3-gen2-ultraserver", 144, 1_152, 576, 20_736, 96_624, 4_900, 2_048, 28_800, 2_304, 27_648),
 ]
@@ -61,8 +65,11 @@ def test_what_utilization_is_a_part_of(name, lnc, peak):
     assert instance.peak_tflops(lnc) * instance.cores(lnc) < instance.bf16_tflops
 
 
-def test_a_host_is_its_part_of_an_ultraserver():
-    host, whole = find_instance("trn3.48xlarge"), find_instance("trn3-gen1-ultraserver")
+@pytest.mark.parametrize(
+    ("host", "whole"), [("trn3.48xlarge", "trn3-gen1-ultraserver"), ("trn3e.24xlarge", "trn3-gen2-ultraserver")]
+)
+def test_a_host_is_its_part_of_an_ultraserver(host, whole):
+    host, whole = find_instance(host), find_instance(whole)
     for name in ("chips", "physical_cores", "hbm_gib", "bf16_tflops", "vcpus", "host_gib", "efa_gbps"):
         assert getattr(whole, name) == whole.hosts * getattr(host, name), name
 
@@ -109,7 +116,11 @@ def test_a_wrong_name_names_the_nearest():
         ("trn3.48xlarge\n", "trn3.48xlarge"),
         ("trn3sn-es.48xlarge\n", "trn3.48xlarge"),
         ("trn3pds.48xlarge\n", "trn3.48xlarge"),
-        ("trn3e.24xlarge\n", None),
+        ("trn3e.24xlarge\n", "trn3e.24xlarge"),
+        ("trn3e-dev0.24xlarge\n", "trn3e.24xlarge"),
+        ("trn3pd98.3xlarge\n", "trn3sn.3xlarge"),
+        ("trn3s-es.3xlarge\n", "trn3sn.3xlarge"),
+        ("trn1.3xlarge\n", None),
         ("trn1x.48xlarge\n", None),
         ("m5.large\n", None),
         ("\n", None),
@@ -122,6 +133,9 @@ def test_the_machine_says_what_it_is(tmp_path, content, name):
         path.write_text(content)
     found = detect_instance(path)
     assert (found.name if found else None) == name
+    if name:
+        assert find_instance(content.strip()) is found
+        assert find_instance(f"ml.{content.strip()}") is found  # SageMaker's spelling
 
 
 @pytest.mark.parametrize(
@@ -216,3 +230,15 @@ def test_more_ways_to_divide_the_ranks_than_one_graph_can_have_are_refused():
     assert "allows 12" in caught.value.what
     assert "communicators" in caught.value.why
     dataclasses.replace(hardware, partitions=None).check_mesh(with_further_axes(7))
+
+
+def test_newer_runtimes_allow_more_ways():
+    trn2 = find_instance("trn2.48xlarge")
+    mesh = with_further_axes(7)  # 15 ways
+    with pytest.raises(PlanError, match="allows 12"):
+        trn2.hardware().check_mesh(mesh)
+    trn2.hardware(runtime=(2, 34)).check_mesh(mesh)
+    assert [most_partitions(runtime) for runtime in ((2, 33), (2, 34), (2, 35))] == [12, 16, 16]
+    native, xla = (Decision(backend=b, device=d, reason="") for b, d in (("torch", "neuron"), ("xla", "xla")))
+    environ = {"NEURON_ACCEL_INSTANCE": "trn2.48xlarge"}
+    assert [hardware_of_run(environ, way).partitions for way in (native, xla)] == [16, 12]
