@@ -33,9 +33,9 @@ _STANDARD = {"eager", "sdpa", None}
 # Further arguments of attention functions, which are not supported here.
 _NOT_UNDERSTOOD = ("position_bias", "head_mask", "cache")
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool, float], torch.Tensor]
-"""Attention of query, key and value [batch, heads, positions, dim] with a scale, whether it is causal, and the
-probability of dropout, to [batch, heads, positions, dim]."""
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
+"""Attention of query, key and value [batch, heads, positions, dim] with a scale, and whether it is causal, to
+[batch, heads, positions, dim]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class BlockwiseAttention:
         block_size: number of queries in a block; None for one block.
         kernel: computes attention without a mask other than the causal one; None if there is no kernel.
         why_no_kernel: returns the reason why the kernel cannot be used, given query, key, whether there is a mask, and
-            whether there are a softcap or sinks; an empty string if it can.
+            whether there are a softcap, sinks or dropout; an empty string if it can.
         kernel_only: whether to raise an error if the kernel cannot be used.
         ignores_padding: whether to ignore the padding mask, because padding only follows the tokens of a sequence and
             causal attention does not use it.
@@ -253,9 +253,10 @@ def blockwise_attention(
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     causal, mask = _visible(module, query, key, attention_mask, is_causal, attention.ignores_padding)
     if attention.kernel is not None:
-        why = attention.why_no_kernel(query, key, mask is not None, softcap is not None or s_aux is not None)
+        other_scores = softcap is not None or s_aux is not None or dropout > 0
+        why = attention.why_no_kernel(query, key, mask is not None, other_scores)
         if not why:
-            return attention.kernel(query, key, value, scale, causal, dropout).transpose(1, 2).contiguous(), None
+            return attention.kernel(query, key, value, scale, causal).transpose(1, 2).contiguous(), None
         if attention.kernel_only:
             raise UnsupportedModelError(
                 f"The kernel cannot compute the attention of {type(module).__name__}: {why}.",

@@ -31,14 +31,14 @@ class FlashAttentionPlugin(StrategyPlugin):
 
     By default attention is computed in blocks of queries, in plain PyTorch on every device, and each block is
     recomputed in the backward pass; causal attention skips the keys after a block. Losses and gradients are those of
-    ``attn_implementation="eager"``, with padding, sliding windows, packed sequences, softcaps, sinks and dropout. Where
-    neuronxcc is installed, layers for which that is possible use its NKI flash attention instead; that has **not been
-    run on Trainium**. Outputs of padded positions are undefined, as they are with ``"sdpa"``, and attention weights
+    ``attn_implementation="eager"``, with padding, sliding windows, packed sequences, softcaps, sinks and dropout.
+    Outputs of padded positions are undefined, as they are with ``"sdpa"``, and attention weights
     (``output_attentions=True``) are not available.
 
     Args:
-        kernel: ``"auto"`` uses NKI where possible and blocks elsewhere; ``"torch"`` uses blocks; ``"nki"`` raises an
-            error where NKI cannot be used.
+        kernel: ``"torch"`` uses blocks; ``"auto"`` uses flash attention of the package nki (Trn2 and Trn3) for layers
+            for which that is possible, which has **not been run on Trainium**, and blocks elsewhere; ``"nki"`` raises
+            an error where nki cannot be used.
         block_size: number of queries in a block. The scores of one block, [batch, heads, block_size, keys], are the
             largest tensor of a layer; smaller blocks make larger graphs.
         right_padded: declares that padding only follows the tokens of a sequence. Causal attention does not use
@@ -46,7 +46,7 @@ class FlashAttentionPlugin(StrategyPlugin):
             given.
     """
 
-    kernel: str = AUTO
+    kernel: str = TORCH
     block_size: int = 512
     right_padded: bool = False
 
@@ -73,17 +73,17 @@ class FlashAttentionPlugin(StrategyPlugin):
         """Replaces the function that computes attention.
 
         Raises:
-            ConfigurationError: if only NKI may be used and neuronxcc is missing.
+            ConfigurationError: if only NKI may be used and cannot be.
             UnsupportedModelError: if it cannot be replaced.
             UsageError: if another plugin has replaced it.
         """
-        why = why_not_nki_here(run.backend)
+        why = "" if self.kernel == TORCH else self._why_not_nki(run)
         if why and self.kernel == NKI:
             raise ConfigurationError(
                 "NKI flash attention cannot be used here.",
                 where=_WHERE,
                 why=why,
-                fix="choose kernel='auto', which uses it where it can be",
+                fix="leave kernel='torch', which computes attention in blocks on every device",
             )
         with_kernel = self.kernel != TORCH and not why
         attention = BlockwiseAttention(
@@ -98,9 +98,14 @@ class FlashAttentionPlugin(StrategyPlugin):
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Describes how attention is computed on this rank."""
-        why = "kernel='torch'" if self.kernel == TORCH else why_not_nki_here(run.backend)
         blocks = f"attention in blocks of {self.block_size} queries"
+        if self.kernel == TORCH:
+            return blocks
+        why = self._why_not_nki(run)
         return f"{blocks} (not NKI: {why})" if why else f"attention by NKI where it can be, else {blocks}"
+
+    def _why_not_nki(self, run: Run) -> str:
+        return why_not_nki_here(run.backend, run.hardware.name if run.hardware else "")
 
     def teardown(self, run: Run) -> None:
         """Restores the attention of models."""

@@ -54,6 +54,64 @@ def test_what_the_compiler_objects_to_is_found(code, rows):
     assert codes(X, N, *rows, called=[ADD]) == [code]
 
 
+Q = ("q", "parameter", "bf16[8,64]", "")
+KERNEL = '{"func_name": "neuronxcc.nki.kernels.attention.flash_fwd"}'
+QUANTIZED = ("u", "parameter", "u32[8,16]", "")
+SCALE = ("s", "parameter", "f32[8,2]", "")
+
+
+def quantize(config='"dtype": "float8_e5m2", "dim": -1', shape="(u32[8,16]; f32[8,2])", given="q"):
+    return ("y", "custom-call", shape, given, {"target": "QuantizeMX", "config": f"{{{config}}}"})
+
+
+def product(config="", shape="bf16[8,8]", given="u u s s"):
+    config = f'{{"scaled_dot_backend_config": {{{config}}}}}'
+    return ("y", "custom-call", shape, given, {"target": "__op$block_scaled_dot", "config": config})
+
+
+@pytest.mark.parametrize(
+    ("code", "row"),
+    [
+        ("065", ("y", "custom-call", "f32[8,8]", "x", {"target": "AwsNeuronCustomNativeKernel", "config": KERNEL})),
+        ("036", quantize("nonsense")),
+        ("037", quantize(given="q q")),
+        ("038", quantize('"dtype": "float8_e5m2", "dim": 2')),
+        ("039", quantize('"dtype": "float8_e5m2", "dim": -1, "block_size": 16')),
+        ("040", quantize('"dtype": "float8_e5m2", "dim": -1, "scale_method": "MAX"')),
+        ("041", quantize(given="x")),
+        ("042", quantize('"dtype": "int8", "dim": -1')),
+        ("057", quantize(shape="u32[8,16]")),
+        ("058", quantize(given="r")),
+        ("043", product(given="u u s")),
+        (
+            "044",
+            product(given="q u s s", config='"rhs_contracting_dimensions": [0], "lhs_contracting_dimensions": [0]'),
+        ),
+        ("045", product(shape="f16[8,8]")),
+        ("046", product(given="v u s s")),
+        ("047", product(given="u v s s")),
+        ("048", product('"lhs_batch_dimensions": [0]')),
+        ("049", ("y", "custom-call", "bf16[8,8]", "u u s s", {"target": "__op$block_scaled_dot", "config": "{"})),
+        ("050", product('"lhs_contracting_dimensions": [0]')),
+        ("053", product('"lhs_batch_dimensions": [1]')),
+        ("054", product('"lhs_batch_dimensions": [3]')),
+        ("055", product('"lhs_contracting_dimensions": [3]')),
+        ("", quantize()),
+        ("", product()),
+    ],
+)
+def test_kernels_and_quantized_blocks(code, row):
+    more = [("r", "parameter", "bf16[8,62]", ""), ("v", "parameter", "u32[16]", "")]
+    assert codes(X, Q, QUANTIZED, SCALE, *more, row) == ([f"NCC_EVRF{code}"] if code else [])
+
+
+def test_float8_of_trn3():
+    row = ("y", "parameter", "f8e4m3fn[8,8]", "")
+    assert codes(row) == ["NCC_ESPP047"]
+    assert codes(row, hardware=TRN2) == ["NCC_EVRF051"]
+    assert codes(row, hardware=find_instance("trn3.48xlarge").hardware()) == []
+
+
 def test_what_it_does_not_object_to_is_not():
     fine = [
         ("g", "all-gather", "s64[16,8]", "n"),

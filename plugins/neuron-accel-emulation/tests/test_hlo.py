@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hlo_modules import computation, field, instruction_bytes, module, packed, shape
+from neuron_accel_emulation import hlo
 from neuron_accel_emulation.hlo import Instruction, Shape, parse_module, read_module
 from neuron_accel_emulation.hlo_memory import live_bytes
 
@@ -186,3 +187,8 @@ def test_shapes_have_sizes():
         16,
         24,
     ]
+
+
+@pytest.mark.parametrize(("written", "read"), [("eyJhIjogMX0=", '{"a": 1}'), ('{"a": 1}', '{"a": 1}'), ("", "")])
+def test_the_configuration_of_a_custom_call(written, read):
+    assert hlo._config(written.encode()) == read

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pickle
 import sys
+import types
 
 import pytest
 import torch
@@ -219,7 +221,7 @@ def generates_and_copies():
     loss = model(**prompt).loss
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(copy.deepcopy(model)))):
         assert torch.equal(other(**prompt).loss, loss)
-    assert "attention in blocks of 5 queries (not NKI" in accelerator.explain(model)
+    assert "attention in blocks of 5 queries" in accelerator.explain(model)
     assert "neuron_accel" not in json.dumps(accelerator.unwrap_model(model).config.to_dict(), default=str)
     accelerator.end_training()
 
@@ -239,7 +241,7 @@ def refusals():
 
     with pytest.raises(UnsupportedModelError, match="no attention that can be replaced"):
         prepare(torch.nn.Linear(2, 2))
-    with pytest.raises(ConfigurationError, match="through torch-neuronx on XLA"):
+    with pytest.raises(ConfigurationError, match="run on Neuron devices"):
         prepare(family("llama"), kernel="nki")
     with pytest.raises(UsageError, match="neuron_accel_blockwise' already"):
         NeuronAccelerator(config={"plugins": [FLASH, CORE]}).prepare_model(family("llama"))
@@ -275,10 +277,10 @@ def with_kernel(name, **options):
 
     calls = []
 
-    def kernel(query, key, value, scale, causal, dropout):
-        calls.append((tuple(query.shape), tuple(key.shape), scale, causal, dropout))
+    def kernel(query, key, value, scale, causal):
+        calls.append((tuple(query.shape), tuple(key.shape), scale, causal))
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=True
+            query, key, value, is_causal=causal, scale=scale, enable_gqa=True
         )
 
     model = family(name)
@@ -303,20 +305,20 @@ def same_as_eager(name, padding, **options):
 
 def kernel_where_it_can_be():
     call = ((3, 4, 12, 8), (3, 2, 12, 8), 8**-0.5)
-    assert same_as_eager("llama", None) == [(*call, True, 0.0)] * 2
-    assert same_as_eager("qwen2", None) == [(*call, True, 0.0)], "the second layer has a window: blocks"
+    assert same_as_eager("llama", None) == [(*call, True)] * 2
+    assert same_as_eager("qwen2", None) == [(*call, True)], "the second layer has a window: blocks"
     for name, padding in (("llama", "left"), ("llama", "right"), ("llama", "packed"), ("mistral", None)):
         assert same_as_eager(name, padding) == [], f"{name}, {padding}: masked, so blocks"
     assert same_as_eager("gpt_oss", None) == [], "sinks, so blocks"
-    assert same_as_eager("llama", "right", ignores_padding=True) == [(*call, True, 0.0)] * 2
-    assert {causal for *_, causal, _ in same_as_eager("bert", None)} == {False}
+    assert same_as_eager("llama", "right", ignores_padding=True) == [(*call, True)] * 2
+    assert {causal for *_, causal in same_as_eager("bert", None)} == {False}
     model, calls, _ = with_kernel("llama")
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.25
     model(**inputs(None))
     model.eval()(**inputs(None))
-    assert [dropout for *_, dropout in calls] == [0.25, 0.25, 0.0, 0.0]
+    assert len(calls) == 2, "with dropout in blocks, without it by the kernel"
 
 
 def test_a_kernel_is_used_where_it_can_be_and_blocks_elsewhere():
@@ -350,7 +352,7 @@ def test_what_only_the_kernel_may_compute_and_the_bare_name_are_refused():
 
 # ---- the kernel's interface ------------------------------------------------------------------------------------------
 KERNELS = '''
-"""Stands for the kernels: their documented layouts, computed by torch."""
+"""Stands for kernels of nkilib: their documented layouts, computed by torch."""
 import torch
 
 
@@ -358,52 +360,87 @@ class Launched:
     def __init__(self, function):
         self.function = function
 
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.function(grid, *args, **kwargs)
+    def __getitem__(self, cores):
+        assert cores == 2
+        return self.function
 
 
 def attend(q, k, v, scale, causal):
-    scores = q.transpose(2, 3) @ k * scale
+    scores = q @ k.transpose(-1, -2) * scale
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+    top = scores.amax(-1, keepdim=True)
+    return torch.softmax(scores, -1) @ v, -top, 1 / (scores - top).exp().sum(-1, keepdim=True)
+
+
+def tiles(statistic):
+    return statistic.squeeze(-1).unflatten(-1, (-1, 128)).transpose(-1, -2)
 
 
 @Launched
-def flash_fwd(grid, q, k, v, seed, *, use_causal_mask, mixed_precision, dropout_p, softmax_scale):
+def attention_cte(q, k, v, *, scale, causal_mask, cache_softmax):
+    batch, length, dim = q.shape
+    assert k.shape == (len(v), dim, length) and v.shape[1:] == (length, dim) and cache_softmax and length % 128 == 0
+    k, v = (each.repeat_interleave(batch // len(v), 0) for each in (k.transpose(1, 2), v))
+    output, top, reciprocal = attend(q, k, v, scale, causal_mask)
+    return output, tiles(top), tiles(reciprocal)
+
+
+@Launched
+def attention_bwd(q, k, v, o, dy, lse, *, use_causal_mask, mixed_precision, softmax_scale):
     batch, heads, dim, length = q.shape
-    assert grid == (batch, heads) and k.shape == q.shape and v.shape == (batch, heads, length, dim)
-    assert seed.shape == (1,) and seed.dtype == torch.int32 and length % 2048 == 0 and mixed_precision
-    output, log = attend(q, k, v, softmax_scale, use_causal_mask)
-    return output, log.unflatten(-1, (-1, 128)).transpose(2, 3)
-
-
-@Launched
-def flash_attn_bwd(grid, q, k, v, o, dy, lse, seed, *, use_causal_mask, mixed_precision, dropout_p, softmax_scale):
-    assert grid == q.shape[:2] and q.shape == k.shape == v.shape == o.shape == dy.shape
-    assert lse.shape == (*q.shape[:2], 128, q.shape[3] // 128)
+    assert k.shape == v.shape and q.shape == o.shape == dy.shape and mixed_precision and length % 512 == 0
+    assert lse.shape == (batch, heads, 128, length // 128)
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-        output, _ = attend(leaves[0], leaves[1], leaves[2].transpose(2, 3), softmax_scale, use_causal_mask)
+        query, *rest = (leaf.transpose(2, 3) for leaf in leaves)
+        key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in rest)
+        output, top, reciprocal = attend(query, key, value, softmax_scale, use_causal_mask)
+        torch.testing.assert_close(lse, tiles(-top - reciprocal.log()))
+        torch.testing.assert_close(o, output.transpose(2, 3))
         return torch.autograd.grad(output, leaves, dy.transpose(2, 3))
 '''
 
 
-def test_the_kernel_is_called_as_documented(tmp_path, monkeypatch):
-    from neuron_accel.strategies.flash_attention.nki import nki_attention, why_not_nki
+class OnNeuron:
+    """What is asked of a backend."""
 
-    package = tmp_path / "neuronxcc" / "nki" / "kernels"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(KERNELS)
+    is_lazy = False
+    device = types.SimpleNamespace(type="neuron")
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Makes packages importable: names of modules with their text."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("neuronxcc", "neuronxcc.nki", "neuronxcc.nki.kernels"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def make(**modules):
+        for name, text in modules.items():
+            folder = tmp_path.joinpath(*name.split("__"))
+            folder.mkdir(parents=True)
+            folder.joinpath("__init__.py").write_text(text)
+        importlib.invalidate_caches()
+
+    yield make
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("nki", "nkilib", "neuronxcc")]:
+        del sys.modules[name]
+
+
+def test_the_kernel_is_called_as_documented(packages):
+    from neuron_accel.strategies.flash_attention.nki import nki_attention, why_not_nki, why_not_nki_here
+
+    packages(
+        nki="",
+        nkilib__core__attention__attention_cte=KERNELS,
+        nkilib__core__attention__attention_bwd="from nkilib.core.attention.attention_cte import *",
+    )
+    assert why_not_nki_here(OnNeuron, "") == ""
     torch.manual_seed(0)
-    shape = (1, 4, 2048, 8)
+    shape = (2, 4, 512, 8)
     query = torch.randn(shape, requires_grad=True)
-    key, value = (torch.randn(1, 2, 2048, 8, requires_grad=True) for _ in range(2))
+    key, value = (torch.randn(2, 2, 512, 8, requires_grad=True) for _ in range(2))
     assert not why_not_nki(query, key, False, False)
-    output = nki_attention(query, key, value, 0.3, True, 0.0)
+    output = nki_attention(query, key, value, 0.3, True)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.3, enable_gqa=True
     )
@@ -415,17 +452,32 @@ def test_the_kernel_is_called_as_documented(tmp_path, monkeypatch):
         strict=True,
     ):
         torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-4)
-    for name in [name for name in sys.modules if name.startswith("neuronxcc")]:
-        monkeypatch.delitem(sys.modules, name)
+
+
+def test_why_no_layer_can_use_the_kernel(packages):
+    from neuron_accel.strategies.flash_attention.nki import why_not_nki_here
+
+    assert "package nki is not installed" in why_not_nki_here(OnNeuron, "")
+    packages(neuronxcc__nki__kernels="")
+    assert "no longer compile since SDK 2.30" in why_not_nki_here(OnNeuron, "")
+    packages(nki="")
+    assert "nkilib" in why_not_nki_here(OnNeuron, "trn2.48xlarge with logical cores of 2")
+    assert "Trn1" in why_not_nki_here(OnNeuron, "trn1.32xlarge")
+
+
+def test_plain_torch_is_the_default():
+    from neuron_accel import FlashAttentionPlugin
+
+    assert FlashAttentionPlugin().kernel == "torch"
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "dims", "masked", "other", "why"),
     [
         (2048, 2048, 128, True, False, "right_padded"),
-        (2048, 2048, 128, False, True, "softcap or sinks"),
-        (2048, 4096, 64, False, False, "the same multiple of 2048"),
-        (1000, 1000, 64, False, False, "the same multiple of 2048"),
+        (2048, 2048, 128, False, True, "softcap, sinks or dropout"),
+        (2048, 4096, 64, False, False, "the same multiple of 512"),
+        (1000, 1000, 64, False, False, "the same multiple of 512"),
         (2048, 2048, 256, False, False, "more than 128"),
     ],
 )

@@ -2,17 +2,19 @@
 """Rules by which the Neuron compiler or runtime rejects a graph, checked without them.
 
 The rules are from the compiler's public list of error codes (compiler/error-codes of the Neuron SDK's documentation,
-release 2.32), as far as they can be checked on a graph, and the limits of an instance
-(:class:`Hardware`). A graph without findings may still fail to compile.
+release 2.33), as far as they can be checked on a graph, and the limits of an instance (:class:`Hardware`). A graph
+without findings may still fail to compile: how many instructions it becomes (NCC_EXSP001, NCC_EBVF030, NCC_EVRF007,
+NCC_EXTP004) only the compiler knows.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-from neuron_accel_emulation.hlo import RNG_ALGORITHMS, Computation, Instruction, Module
+from neuron_accel_emulation.hlo import RNG_ALGORITHMS, Computation, Instruction, Module, Shape
 from neuron_accel_emulation.hlo_memory import live_bytes
 
 Level = Literal["error", "warning"]
@@ -31,6 +33,8 @@ _KNOWN_CALLS = frozenset(
         *("AwsNeuronModuleMarkerEnd-Backward", "NeuronBoundaryMarker-Start", "NeuronBoundaryMarker-End"),
     }
 )
+_QUANTIZE, _SCALED = "QuantizeMX", "__op$block_scaled_dot"
+_NO_FLOAT8 = "f8e4m3fn does not exist on Trn1 and Trn2"
 _NO_FLOAT64 = "no code is generated for f64"
 _ROUNDED = "float64 becomes float32 on Neuron devices, with less precision"
 _NO_SUCH_FLOATS = frozenset({"f8e4m3fnuz", "f8e4m3b11fnuz", "f8e5m2fnuz"})
@@ -91,6 +95,8 @@ def _types(module: Module, computation: Computation, one: Instruction) -> Iterat
     if dtypes & _NO_SUCH_FLOATS:
         fix = "use bfloat16 or float16"
         yield _error("NCC_EVRF005", f"{_first(dtypes & _NO_SUCH_FLOATS)} is not supported", fix, one)
+    if "f8e4m3fn" in dtypes:
+        yield _error("NCC_ESPP047", _NO_FLOAT8, "use bfloat16, or Trn3", one)
     if dtypes & _NO_SUCH_TYPES:
         name = _first(dtypes & _NO_SUCH_TYPES)
         fix = (
@@ -162,12 +168,104 @@ def _operators(module: Module, computation: Computation, one: Instruction) -> It
         integer = _INTEGERS & _read(computation, one)
         if integer:
             yield _error("NCC_EVRF013", f"topk of {_first(integer)} is not supported", "convert to float32", one)
-    elif one.opcode == "custom-call" and one.target not in _KNOWN_CALLS:
+    elif one.opcode == "custom-call" and one.target not in {*_KNOWN_CALLS, _QUANTIZE, _SCALED}:
         fix = "leave out the operation that it is from; custom calls must be kernels of the Neuron packages"
         yield _error("NCC_EHCA005", f"custom call {one.target!r} is not supported", fix, one)
     if one.opcode == "rng-bit-generator" and one.algorithm != 0:
         name = RNG_ALGORITHMS.get(one.algorithm, str(one.algorithm))
         yield _error("NCC_EVRF006", f"random numbers by {name}", "use torch's own random functions", one)
+
+
+def _kernels(module: Module, computation: Computation, one: Instruction) -> Iterator[Finding]:
+    if one.target == "AwsNeuronCustomNativeKernel" and "neuronxcc.nki" in one.config:
+        what = "a kernel of neuronxcc.nki, which SDK 2.30 and later refuse"
+        yield _error("NCC_EVRF065", what, "use kernels of the packages nki and nkilib, or none", one)
+
+
+def _microscaling(module: Module, computation: Computation, one: Instruction) -> Iterator[Finding]:
+    """Quantized blocks and their product (Trn3)."""
+    if one.opcode != "custom-call" or one.target not in (_QUANTIZE, _SCALED):
+        return
+    given, results = [each.shape for each in computation.operands(one)], one.shape.arrays
+    config = _json(one.config)
+    broken = _quantize_problems if one.target == _QUANTIZE else _scaled_problems
+    for code, what in broken(given, results, one.shape.dtype == "tuple", config):
+        yield _error(f"NCC_EVRF{code:03}", f"{one.target}: {what}", "call it as its documentation says", one)
+
+
+def _quantize_problems(
+    given: Sequence[Shape], results: Sequence[Shape], is_tuple: bool, config: dict[str, Any] | None
+) -> Iterator[tuple[int, str]]:
+    if config is None:
+        yield 36, "its configuration is not JSON"
+        return
+    if len(given) != 1:
+        yield 37, f"{len(given)} operands instead of one"
+        return
+    (tensor,) = given
+    rank, dim = len(tensor.dims), int(config.get("dim", 0))
+    last = dim + rank if dim < 0 else dim
+    if not max(0, rank - 2) <= last < rank:
+        yield 38, f"dim {dim} is not one of the last two"
+    elif tensor.dims[last] % 4:
+        yield 58, f"dim {dim} has {tensor.dims[last]} elements, which is no multiple of 4"
+    if config.get("block_size", 32) != 32:
+        yield 39, f"blocks of {config['block_size']} instead of 32"
+    if config.get("scale_method", "EMAX") != "EMAX":
+        yield 40, f"scale_method {config['scale_method']!r} instead of 'EMAX'"
+    if tensor.dtype not in ("bf16", "f16"):
+        yield 41, f"quantizes {tensor.dtype} instead of bf16 or f16"
+    if not is_tuple or len(results) != 2:
+        yield 57, "its result is not a pair of data and scale"
+    elif results[0].dtype != "u32" or config.get("dtype") not in ("float8_e5m2", "float8_e4m3fn"):
+        yield 42, "its data are not packed float8_e5m2 or float8_e4m3fn in u32"
+
+
+def _scaled_problems(
+    given: Sequence[Shape], results: Sequence[Shape], is_tuple: bool, config: dict[str, Any] | None
+) -> Iterator[tuple[int, str]]:
+    if config is None:
+        yield 49, "its configuration is not JSON"
+        return
+    if len(given) != 4:
+        yield 43, f"{len(given)} operands instead of two matrices and their scales"
+        return
+    left, right = given[:2]
+    if left.dtype != "u32":
+        yield 44, f"its left matrix is {left.dtype} instead of u32, in which QuantizeMX packs"
+    if results[0].dtype not in ("f32", "bf16"):
+        yield 45, f"its result is {results[0].dtype} instead of f32 or bf16"
+    ranks = len(left.dims), len(right.dims)
+    for code, rank in zip((46, 47), ranks, strict=True):
+        if rank < 2:
+            yield code, f"a matrix has {rank} dims"
+    if min(ranks) < 2:
+        return
+    more = config.get("scaled_dot_backend_config", {})
+    batch = [more.get(f"{side}_batch_dimensions", []) for side in ("lhs", "rhs")]
+    dims = [
+        next(iter(more.get(f"{side}_contracting_dimensions", [])), rank - 1)
+        for side, rank in zip(("lhs", "rhs"), ranks, strict=True)
+    ]
+    if any(dim in others for dim, others in zip(dims, batch, strict=True)):
+        yield 53, "a contracting dim is also a batch dim"
+    elif any(not 0 <= each < rank for others, rank in zip(batch, ranks, strict=True) for each in others):
+        yield 54, "a batch dim is out of bounds"
+    elif any(not 0 <= dim < rank for dim, rank in zip(dims, ranks, strict=True)):
+        yield 55, "a contracting dim is out of bounds"
+    elif left.dims[dims[0]] != right.dims[dims[1]]:
+        yield 50, f"contracting dims of {left.dims[dims[0]]} and {right.dims[dims[1]]} elements"
+    elif [left.dims[each] for each in batch[0]] != [right.dims[each] for each in batch[1]]:
+        yield 48, "batch dims differ"
+
+
+def _json(text: str) -> dict[str, Any] | None:
+    """A configuration; None if it is not an object of JSON."""
+    try:
+        found = {} if text in ("", "None") else json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _windows(module: Module, computation: Computation, one: Instruction) -> Iterator[Finding]:
@@ -199,7 +297,19 @@ def _constants(module: Module, computation: Computation, one: Instruction) -> It
 
 
 RULES: tuple[Rule, ...] = (
-    *(_types, _dynamic, _reductions, _products, _scatters, _indices, _operators, _windows, _constants),
+    *(
+        _types,
+        _dynamic,
+        _reductions,
+        _products,
+        _scatters,
+        _indices,
+        _operators,
+        _kernels,
+        _microscaling,
+        _windows,
+        _constants,
+    ),
 )
 
 
@@ -229,6 +339,10 @@ def check_module(
                     if instruction.opcode != "parameter" or not instruction.shape.dims:
                         continue
                     finding = replace(finding, level="warning", code="float64", what=_ROUNDED)
+                if finding.what == _NO_FLOAT8 and hardware is not None:
+                    if hardware.name.startswith("trn3"):
+                        continue
+                    finding = replace(finding, code="NCC_EVRF051")
                 key = (finding.code, finding.what, finding.source)
                 first = found.get(key)
                 found[key] = replace(first, count=first.count + 1) if first else finding

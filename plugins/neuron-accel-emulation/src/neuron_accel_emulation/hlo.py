@@ -8,6 +8,8 @@ without an XLA runtime, and few of their fields are needed. The numbers of field
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import itertools
 import math
@@ -91,6 +93,7 @@ class Instruction:
         replica_groups: groups of a collective; empty if it has none, or all ranks are one group.
         pairs: (source, target) pairs of a collective-permute.
         target: name of a custom call.
+        config: configuration of a custom call as text, decoded if it is base64.
         parameter: number of a parameter.
         index: index of a get-tuple-element.
         literal: value of a constant as text; for larger ones a checksum.
@@ -113,6 +116,7 @@ class Instruction:
     replica_groups: tuple[tuple[int, ...], ...] = ()
     pairs: tuple[tuple[int, int], ...] = ()
     target: str = ""
+    config: str = ""
     parameter: int | None = None
     index: int = 0
     literal: str = ""
@@ -266,6 +270,7 @@ def _instruction(message: _Message, frames: _Frames) -> Instruction:
         replica_groups=_groups(message),
         pairs=tuple((p.number(1), p.number(2)) for p in map(_Message, message.all(52))),
         target=message.text(28),
+        config=_config(message.bytes(43)),
         parameter=message.number(9) if opcode == "parameter" else None,
         index=message.number(13),
         literal=_literal(literal) if literal else "",
@@ -312,6 +317,14 @@ def _iota_groups(message: _Message) -> tuple[tuple[int, ...], ...]:
         sum(i * strides[axis] for i, axis in zip(index, order, strict=True)) for index in itertools.product(*ranges)
     ]
     return tuple(tuple(flat[start : start + size]) for start in range(0, count * size, size))
+
+
+def _config(data: bytes) -> str:
+    """The configuration of a custom call, which NKI writes in base64."""
+    try:
+        return base64.b64decode(data, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return data.decode(errors="replace")
 
 
 def _literal(data: bytes) -> str:
