@@ -199,6 +199,8 @@ class NeuronAccelerator(Accelerator):
             mixed_precision=str(options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
             compiles_for_neuron=self._on_neuron and decision.backend == "xla",
         )
+        if decision.device == "neuron":  # onto which transformers cannot load from several threads
+            os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         self._settle_profiling(handlers, decision.backend)
         self.is_precompiling = is_precompiling()
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()

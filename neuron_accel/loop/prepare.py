@@ -69,6 +69,11 @@ def prepare_model(
             why="strategies find layers and parameters by names, which compiling has changed",
             fix="prepare the model first and compile the model that prepare returns, or pass a dynamo_plugin",
         )
+    if run.backend.device.type == "neuron" and not run.models:
+        from torch._dynamo import config
+
+        # Without it a second shape of a batch makes torch.compile ask for symbolic sizes, which the device refuses.
+        run.until_released.enter_context(config.patch(automatic_dynamic_shapes=False))
     origin = origin_of(model, run) if run.backend.has_values else None
     broadcast_tensors(state_tensors(model), run, run.world)
     share_random_state(run)
@@ -126,6 +131,8 @@ def release(run: Run, kept: Sequence[PreparedModel] = ()) -> None:
         if not any(record is each for each in kept):
             _let_go(record)
     run.forget(kept)
+    if not kept:
+        run.until_released.close()
 
 
 def _let_go(record: PreparedModel) -> None:

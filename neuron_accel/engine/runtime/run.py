@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -215,6 +215,8 @@ class Run:
     """The plugins' hooks, called by the code that drives the run."""
     join: Join = field(init=False)
     """Lets ranks that have run out of data take part in the collectives of the others."""
+    until_released: ExitStack = field(default_factory=ExitStack, init=False)
+    """Settings of the process, which end when the prepared models are released."""
     shared_inputs: SharedInputs = field(init=False)
     """Compares inputs and random numbers between the ranks that compute a forward pass together."""
     regularly: list[Callable[[], None]] = field(default_factory=list, init=False)

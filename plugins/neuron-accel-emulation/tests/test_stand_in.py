@@ -16,7 +16,7 @@ from neuron_accel_emulation import StandIn, native_ranks
 from torch import nn
 
 from neuron_accel.contract import ConfigurationError, UsageError
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import RanksError, run_ranks
 
 
 def test_nothing_is_registered_by_importing():
@@ -213,3 +213,14 @@ def test_the_device_must_not_be_used_before_the_process_group_is_made(tmp_path):
     }
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env)
     assert "used before init_process_group" in done.stderr
+
+
+def symbolic(dynamic):
+    compiled = torch.compile(lambda x: x * 2, backend="neuron", dynamic=dynamic)
+    return [compiled(torch.ones(rows, 3, device="neuron")).sum().item() for rows in (4, 5)]
+
+
+def test_symbolic_sizes_are_refused_as_the_device_does():
+    assert run_ranks(symbolic, 1, False, backend="native") == [[24.0, 30.0]]
+    with pytest.raises(RanksError, match="Dynamic shape is not supported"):
+        run_ranks(symbolic, 1, None, backend="native")  # torch.compile makes the second shape symbolic

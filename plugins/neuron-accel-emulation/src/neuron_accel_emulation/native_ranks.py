@@ -8,7 +8,8 @@ stand-in tests this code, but not the speed or memory of the device, nor what it
 
 It needs torch 2.13 or newer, for ``torch.utils.backend_registration._setup_privateuseone_for_python_backend``. Features
 that have to be written in C++ are missing: ``torch.Generator(device="neuron")``, streams and events, memory statistics.
-Pinned memory is an ordinary copy. Importing this module registers nothing.
+Pinned memory is an ordinary copy. ``torch.compile(backend="neuron")`` runs graphs as they are, and refuses symbolic
+sizes. Importing this module registers nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,11 @@ def _autoload():
 
     register()
 '''
-_ENTRY_POINTS = "[torch.backends]\ntorch_neuronx = torch_neuronx:_autoload\n"
+_ENTRY_POINTS = """[torch.backends]
+torch_neuronx = torch_neuronx:_autoload
+[torch_dynamo_backends]
+neuron = neuron_accel_emulation.native_ranks:compile_graph
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +170,25 @@ def register(stand_in: StandIn | None = None) -> None:
     _native_group.install(rules)
     module: Any = torch.get_device_module(_native_device.NAME)
     module.stand_in, module.libraries = rules, libraries  # kept alive with the process
+
+
+def compile_graph(graph: Any, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """The backend ``neuron`` of torch.compile: runs a graph as it is.
+
+    Raises:
+        UsageError: for symbolic sizes, which the compiler of the device refuses.
+    """
+    import torch
+
+    sizes = [size for each in inputs if isinstance(each, torch.Tensor) for size in each.shape]
+    if any(isinstance(each, torch.SymInt) for each in (*inputs, *sizes)):
+        raise UsageError(
+            "NCC_EMOD025: Dynamic shape is not supported.",
+            where="torch.compile(backend='neuron')",
+            why="the Neuron compiler requires that all sizes are known",
+            fix="torch.compile(..., dynamic=False)",
+        )
+    return graph.forward  # type: ignore[no-any-return]
 
 
 def _registered() -> Any:
