@@ -260,7 +260,13 @@ class Checkpointing:
         if self._resumed_random is not None:
             set_random_state(self._resumed_random, self.accelerator.run.backend.generator)
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; without values nothing is uploaded."""
+        return None if self._has_no_values else super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+
     def _load_best_model(self) -> None:
+        if self._has_no_values:
+            return
         self.accelerator.load_weights(self.model, Path(self.state.best_model_checkpoint))  # type: ignore[attr-defined]
 
 

@@ -50,19 +50,25 @@ class StopTogether(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-class EvaluateInTrial(TrainerCallback):
-    """Evaluates once after ``steps`` steps, the last ones of a run that only collects graphs, so that the graphs of an
-    evaluation are among them, whenever the training evaluates."""
+class EndTrial(TrainerCallback):
+    """Ends the training of a run that only collects graphs after ``steps`` steps. The script goes on, so that the
+    graphs of what it does after the training are collected, too. With ``evaluates`` an evaluation comes before, so that
+    its graphs are among them whenever the training evaluates."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.evaluated = steps, False
+    def __init__(self, steps: int, evaluates: bool) -> None:
+        self.steps, self.evaluates, self.left = steps, evaluates, steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.left = self.steps
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.evaluated = True
+        self.evaluates = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.steps and not self.evaluated:
-            control.should_evaluate = True
+        self.left -= 1
+        if not self.left:
+            control.should_training_stop = True
+            control.should_evaluate |= self.evaluates
 
 
 class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
@@ -190,7 +196,7 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
     ) -> Any:
         if self.accelerator.has_prepared_another(self.model):  # model_init has built a new model
             self.accelerator.start_over()
-        with self._stopping_together(), self._evaluating_in_trial():
+        with self._stopping_together(), self._ending_trial():
             return super()._inner_training_loop(  # type: ignore[misc]
                 batch_size=batch_size,
                 args=args,
@@ -220,12 +226,12 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
             stop.interruption.close()
 
     @contextmanager
-    def _evaluating_in_trial(self) -> Iterator[None]:
-        steps, data = self.accelerator.trial_steps, getattr(self, "eval_dataset", None)
-        if steps is None or data is None:
+    def _ending_trial(self) -> Iterator[None]:
+        steps = self.accelerator.trial_steps
+        if steps is None:
             yield
             return
-        callback = EvaluateInTrial(steps)
+        callback = EndTrial(steps, getattr(self, "eval_dataset", None) is not None)
         self.add_callback(callback)  # type: ignore[attr-defined]
         try:
             yield

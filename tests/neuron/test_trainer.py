@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from neuron_accel_emulation import emulated_instance
+from neuron_accel_emulation._parallel_compile import main as parallel_compile
 
 from tests.distributed.trainer.trainer_support import Texts, accuracy, model, options
 
@@ -88,3 +89,33 @@ def test_waiting_saving_evaluating_and_the_best_model_have_the_same_graphs_on_al
         assert exists
     state = TrainerState.load_from_json(str(next((tmp_path / "all").glob("checkpoint-*/trainer_state.json"))))
     assert state.best_global_step == runs[0][0]
+
+
+def train_and_predict(folder):
+    """A training that does not evaluate, and what its script does then."""
+    from neuron_accel import NeuronTrainer, NeuronTrainingArguments
+
+    more = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 5, "gradient_accumulation_steps": 1}
+    arguments = NeuronTrainingArguments(**options(folder, 1, use_cpu=False, **more))
+    data = {"train_dataset": Texts(13), "eval_dataset": Texts(7, seed=1)}  # the last batches are smaller
+    trainer = NeuronTrainer(model=model(), args=arguments, **data)
+    trainer.train()
+    found = (
+        trainer.state.global_step,
+        "eval_loss" in trainer.evaluate(),
+        len(trainer.predict(Texts(7, seed=2)).predictions),
+    )
+    trainer.accelerator.end_training()
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_collects_the_graphs_of_what_follows_the_training(tmp_path, monkeypatch):
+    steps = {"NEURON_ACCEL_PRECOMPILE_STEPS": "2"}
+    with emulated_instance("trn1.2xlarge") as machine:
+        trial = machine.run(train_and_predict, 1, str(tmp_path), trial=True, env=steps, timeout=120)
+        monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(machine.cache))
+        assert parallel_compile(["--command", "compile"]) == 0
+        assert machine.run(train_and_predict, 1, str(tmp_path), timeout=120) == [(5, True, 7)]
+        assert {each.module for each in machine.compilations if each.outcome == "compiled"} == set()
+    assert trial == [(2, True, 7)]
