@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import os
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from neuron_accel.backends.select import Machine, choose
+from neuron_accel.backends.select import Machine, choose, flag
 from neuron_accel.cli.parser import naming_options
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.launch.cluster import find_machines
@@ -35,6 +36,7 @@ from neuron_accel.launch.request import (
 )
 from neuron_accel.neuron.cache import HOST
 from neuron_accel.neuron.instances import detect_instance, read_product
+from neuron_accel.neuron.variables import PRECOMPILE_TOOL, STEPS_VARIABLE
 from neuron_accel.terminal import format_command, show, table_width
 
 DESCRIPTION = """\
@@ -274,6 +276,7 @@ def launch(plan: LaunchPlan) -> int:
             cache cannot be written.
         CommunicationError: if the rendezvous of the machines failed.
     """
+    _check_left_over()
     _check_port(plan)
     _check_interface(plan)
     _check_log_dir(plan)
@@ -296,6 +299,33 @@ def launch(plan: LaunchPlan) -> int:
         _say(describe(outcome.failures, outcome.successes))
         return first_failure(outcome.failures).shell_code
     return 0
+
+
+def _check_left_over() -> None:
+    """Checks that a run that would only collect graphs is meant to.
+
+    Raises:
+        ConfigurationError: if the variable that says so is set, but no tool that collects graphs has set it.
+    """
+    name = "NEURON_EXTRACT_GRAPHS_ONLY"
+    if not flag(os.environ, name) or os.environ.get(STEPS_VARIABLE, "").strip() or _is_started_by(PRECOMPILE_TOOL):
+        return
+    raise ConfigurationError(
+        f"With {name}={os.environ[name]} nothing would be trained: all values are zero, and no checkpoint is saved.",
+        where=f"environment variable {name}",
+        why=f"no {PRECOMPILE_TOOL} has started this launch, so it is left over",
+        fix=f"unset it; to collect graphs, use neuron-accel precompile, or set {STEPS_VARIABLE}, too",
+    )
+
+
+def _is_started_by(tool: str) -> bool:
+    import psutil
+
+    for process in psutil.Process().parents():
+        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
+            if any(os.path.basename(word) == tool for word in process.cmdline()):
+                return True
+    return False
 
 
 def _check_cache(plan: LaunchPlan) -> None:

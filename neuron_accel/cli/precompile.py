@@ -20,11 +20,9 @@ from neuron_accel.launch.host import read_mounts
 from neuron_accel.neuron.cache import URL_VARIABLE, CompileCache, location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.environment import compile_settings
-from neuron_accel.neuron.variables import Setting
+from neuron_accel.neuron.variables import PRECOMPILE_TOOL as TOOL
+from neuron_accel.neuron.variables import STEPS_VARIABLE, Setting
 from neuron_accel.terminal import format_command, format_pairs, show, table_width
-
-TOOL = "neuron_parallel_compile"
-STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"
 
 DESCRIPTION = """\
 Compile the graphs of a training run ahead of time, many in parallel, into the compile cache (XLA path).

@@ -11,6 +11,11 @@ from typing import Literal
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.facts import FACTS
 
+PRECOMPILE_TOOL = "neuron_parallel_compile"
+"""The command that runs a script to collect its graphs, with ``NEURON_EXTRACT_GRAPHS_ONLY`` set."""
+STEPS_VARIABLE = "NEURON_ACCEL_PRECOMPILE_STEPS"
+"""Variable with the number of optimizer steps after which such a run ends."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:

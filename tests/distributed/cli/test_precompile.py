@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -249,3 +250,28 @@ def test_a_missing_tool_is_said_without_a_traceback(capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "neuron_parallel_compile is not on the PATH" in error
     assert "fix: install torch-neuronx from the Neuron package index" in error
+
+
+CHECK = "from neuron_accel.cli.launch import _check_left_over; _check_left_over(); print('goes on')"
+
+
+def test_a_left_over_variable_is_an_error(start, environment, tmp_path):
+    environment["NEURON_EXTRACT_GRAPHS_ONLY"] = "1"
+    script = tmp_path / "train.py"
+    script.write_text("print('trains')")
+    code, shown, err = start("--nproc-per-node", "1", "--cpu", str(script)).finish()
+    assert code == 2
+    assert "nothing would be trained" in err
+    assert "trains" not in shown
+
+
+@pytest.mark.parametrize("way", ["tool", "steps", "off"])
+def test_a_launch_that_collects_graphs_is_not_refused(way, tmp_path, monkeypatch):
+    tool = tmp_path / "neuron_parallel_compile"
+    tool.write_text('#!/bin/bash\nNEURON_EXTRACT_GRAPHS_ONLY=1 "$@"; exit $?\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "0" if way == "off" else "1")
+    if way == "steps":
+        monkeypatch.setenv("NEURON_ACCEL_PRECOMPILE_STEPS", "3")
+    command = [*([str(tool)] if way == "tool" else []), sys.executable, "-c", CHECK]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "goes on\n"
