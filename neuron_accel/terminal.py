@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import shlex
 import shutil
@@ -52,8 +51,9 @@ def _wrap_cell(text: str, width: int) -> list[str]:
 
 def format_pairs(pairs: Sequence[tuple[str, str]], indent: str = "  ", width: int | None = None) -> str:
     """Formats lines of ``name  value`` with aligned values, which are wrapped to ``width`` columns. A value is
-    below its name if that is longer than half of that, or one of its own words does not fit beside it."""
-    most = math.inf if width is None else width // 2
+    below its name if that is longer than half of that, or one of its own words does not fit beside it. Without a width
+    values are aligned to names of at most 60 characters."""
+    most = 60 if width is None else width // 2
     column = max((len(name) for name, _ in pairs if len(name) <= most), default=0)
     lines = []
     for name, value in pairs:

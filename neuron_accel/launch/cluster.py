@@ -84,8 +84,9 @@ def _sagemaker(environ: Mapping[str, str]) -> Machines | None:
 
 
 def _operator(environ: Mapping[str, str]) -> Machines | None:
-    """PyTorchJob and TrainJob of Kubeflow: torchrun's options as PET_ variables, or WORLD_SIZE and RANK of pods."""
-    if "KUBERNETES_SERVICE_HOST" not in environ or "LOCAL_RANK" in environ:  # LOCAL_RANK is set for ranks, not for pods
+    """PyTorchJob and TrainJob of Kubeflow: torchrun's options as PET_ variables, which torchrun reads outside of pods,
+    too, or WORLD_SIZE and RANK of pods."""
+    if "LOCAL_RANK" in environ:  # set for ranks, not for pods
         return None
     fewest, colon, most = environ.get("PET_NNODES", "").strip().partition(":")
     if colon:  # an elastic PyTorchJob
@@ -98,7 +99,8 @@ def _operator(environ: Mapping[str, str]) -> Machines | None:
             endpoint=environ.get("PET_RDZV_ENDPOINT") or None,
             source="the Kubernetes operator (PET_NNODES, PET_RDZV_ENDPOINT)",
         )
-    for count, rank, prefix in (("PET_NNODES", "PET_NODE_RANK", "PET_"), ("WORLD_SIZE", "RANK", "")):
+    of_pods = (("WORLD_SIZE", "RANK", ""),) if "KUBERNETES_SERVICE_HOST" in environ else ()
+    for count, rank, prefix in (("PET_NNODES", "PET_NODE_RANK", "PET_"), *of_pods):
         if environ.get(count, "").strip() and environ.get(rank, "").strip():
             return Machines(
                 count=_number(environ, count),

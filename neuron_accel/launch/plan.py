@@ -17,7 +17,7 @@ from neuron_accel.errors import ConfigurationError, did_you_mean
 from neuron_accel.launch.host import Host
 from neuron_accel.launch.request import CHECKS, DEFAULT_MASTER_PORT, HEARTBEAT_SECONDS, STATIC, LaunchRequest
 from neuron_accel.neuron import flags
-from neuron_accel.neuron.cache import location_of, remark_on_place
+from neuron_accel.neuron.cache import NATIVE_VARIABLE, URL_VARIABLE, location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.environment import (
     INSTANCE_VARIABLE,
@@ -362,6 +362,8 @@ def remarks(request: LaunchRequest, host: Host, decision: Decision, environment:
         way = "xla" if compiles else "native"
         said += [f"{remark.name}={remark.value}: {remark.text}" for remark in review(environment, way)]  # type: ignore[arg-type]
         said += _remark_on_instance(request, host, environment)
+    elif request.instance:
+        said += _on_the_instance(request, host, environment)
     if compiles:
         said += [f"{flags.VARIABLE}: {text}" for text in flags.remarks(environment.get(flags.VARIABLE, ""))]
         said += [f"--compiler-flags: {t}" for t in flags.remarks(request.compiler_flags, "--compiler-flags")]
@@ -382,6 +384,25 @@ def _remark_on_instance(request: LaunchRequest, host: Host, environment: Mapping
         ]
     is_variant = instance.name == host.instance and host.product not in (None, instance.name)
     return [f"{product}; assuming a {instance.name}, pass --instance for another"] if is_variant else []
+
+
+def _on_the_instance(request: LaunchRequest, host: Host, environment: Mapping[str, str]) -> list[str]:
+    """What a launch on the instance would say and set, for one elsewhere.
+
+    Raises:
+        ConfigurationError: if a variable has an invalid value.
+    """
+    instance = find_instance(request.instance or "", "--instance")
+    xla = host.torch_xla or bool(request.compiler_flags) or instance.family.startswith("trn1")
+    said = [f"{each.name}={each.value}: {each.text}" for each in review(environment, "xla" if xla else "native")]
+    runtime = RuntimeOptions(lnc=request.lnc, socket_interface=request.socket_interface)  # type: ignore[arg-type]
+    found = runtime.settings(instance, nnodes=request.nnodes, native=not xla, kernel=None)
+    options = _options(request, _compiled_lnc(request, instance) if xla else None)
+    elsewhere = {name: value for name, value in environment.items() if name not in (URL_VARIABLE, NATIVE_VARIABLE)}
+    found += compile_settings(options, request.cache, elsewhere, native=not xla)
+    new = (f"{each.name}={each.value}" for each in found if each.name not in environment or each.binding)
+    path = "torch_xla" if xla else "the native device"
+    return [*said, f"on {instance.name} with {path}, launch would set {', '.join(new)}"]
 
 
 def _options(request: LaunchRequest, lnc: int | None) -> CompilerOptions:

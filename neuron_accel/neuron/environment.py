@@ -203,7 +203,7 @@ def _check_place(cache: CompileCache, environ: Mapping[str, str], variable: str)
     if cache.location is not None and named and named.rstrip("/") != cache.location.rstrip("/"):
         raise ConfigurationError(
             f"{variable}={named} and the cache at {cache.location} contradict each other.",
-            where=f"environment variable {variable}; CompileCache.location (--cache-dir)",
+            where=f"environment variable {variable}; --cache-dir",
             why="graphs in one of them would be compiled again",
             fix="set only one of them",
         )

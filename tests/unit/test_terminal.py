@@ -199,6 +199,10 @@ def test_the_value_of_a_long_name_is_below_it():
     assert max(map(len, lines)) <= 60
 
 
+def test_a_long_name_does_not_move_the_values_of_others():
+    assert format_pairs([("short", "one"), ("n" * 200, "two")]) == f"  short  one\n  {'n' * 200}  two"
+
+
 def test_headers_of_a_table_are_wrapped_and_numbers_are_not():
     table = format_table(("words of a header", "n"), [("1", "1,234,567 and more of it")], 26)
     assert max(map(len, table.split("\n"))) <= 26

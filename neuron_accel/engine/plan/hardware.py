@@ -57,7 +57,7 @@ class Hardware:
         elif self.several_hosts:
             why = f"with several hosts each runs all of its {self.full} ranks"
         else:
-            why = f"one runs at most {self.full} ranks, and several cannot form groups"
+            why = f"one runs at most {self.full} ranks, and several instances of it cannot form groups"
         raise PlanError(
             f"{ranks} ranks cannot run on {self.name}.",
             where=f"hardware {self.name}, {ranks} ranks",

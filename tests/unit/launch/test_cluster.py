@@ -32,6 +32,10 @@ INDEXED = {**POD, "JOB_COMPLETION_INDEX": "1"}
         (SLURM, (2, 1, "trn03", 29542, "Slurm")),
         (OPERATOR, (4, 3, "job-master-0", 23456, "RANK")),
         (TORCHRUN, (4, 2, "job-0-0.job", 23456, "PET_NODE_RANK")),
+        (
+            {name: TORCHRUN[name] for name in TORCHRUN if name.startswith("PET_")},
+            (4, 2, "job-0-0.job", None, "PET_NODE"),
+        ),
         (OPEN_MPI, (2, 1, None, None, "Open MPI")),
         ({**OPEN_MPI, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}, (2, 1, "head", 1234, "Open MPI")),
         (HYDRA, (3, 2, "head", None, "MPI (PMI_SIZE")),

@@ -91,6 +91,29 @@ def test_a_variant_of_a_known_kind_is_said(script):
     assert "taken for" not in plan(script, same, XLA, nproc_per_node=64).explain()
 
 
+def test_elsewhere_a_launch_for_an_instance_shows_and_checks_what_it_would_set_there(script):
+    options = {"nproc_per_node": 2, "instance": "trn1.2xlarge"}
+    (said,) = plan(script, LAPTOP, CPU, **options).remarks
+    assert said == "on trn1.2xlarge with torch_xla, launch would set NEURON_RT_EXEC_TIMEOUT=600, NEURON_FUSE_SOFTMAX=1"
+    (said,) = plan(script, LAPTOP, CPU, nproc_per_node=4, instance="trn2.3xlarge").remarks
+    assert "on trn2.3xlarge with the native device, launch would set NEURON_LOGICAL_NC_CONFIG=2" in said
+    assert (
+        "removed in runtime 2.34"
+        in plan(script, LAPTOP, CPU, {"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "7"}, **options).explain()
+    )
+    for name, value in (("NEURON_CC_FLAGS", "--cache_size=10GB"), ("NEURON_RT_EXEC_TIMEOUT", "soon")):
+        with pytest.raises(ConfigurationError, match=value.partition("=")[0]):
+            plan(script, LAPTOP, CPU, {name: value}, **options)
+
+
+def test_where_a_contradiction_of_caches_is(script):
+    options = {"nproc_per_node": 2, "instance": "trn1.2xlarge", "cache_dir": "/tmp/b"}
+    with pytest.raises(ConfigurationError, match="contradict") as caught:
+        plan(script, TRN1, XLA, {"NEURON_COMPILE_CACHE_URL": "/tmp/a"}, **options)
+    assert caught.value.where == "environment variable NEURON_COMPILE_CACHE_URL; --cache-dir"
+    plan(script, LAPTOP, CPU, {"NEURON_COMPILE_CACHE_URL": "/tmp/a"}, **options)  # that of this machine
+
+
 def test_two_jobs_on_one_machine_do_not_meet(script):
     values = set()
     for cores in ("0-7", "8-15"):
