@@ -110,3 +110,9 @@ class TestSequenceParallelOverlapping(TestSequenceParallel):
         return SequenceParallelPlugin(overlap_gather=True)
 
     conflicts: ClassVar = {"xla": "cannot be gathered while the layer computes"}
+
+
+class TestSequenceParallelRegathering(TestSequenceParallel):
+    @pytest.fixture
+    def plugin(self):
+        return SequenceParallelPlugin(regather=True)

@@ -52,11 +52,15 @@ class SequenceParallelPlugin(StrategyPlugin):
             while that of their input is reduced. Results are equal up to rounding, and memory and bytes sent are the
             same. ``accelerator.explain`` shows in which regions; the others are gathered first. Not available on XLA
             devices, whose compiler orders what is in a graph.
+        regather: whether these layers keep this rank's shard of their input instead of all of it, and gather it again
+            in the backward pass, while the gradient of the input is computed: one more all-gather in each region. Not
+            under torch.compile.
         hooks_on_shards: whether hooks of your own on modules whose activations are sharded are called with this rank's
             shard of the sequence. If not, a forward pass of a model that has such hooks raises an error.
     """
 
     overlap_gather: bool = False
+    regather: bool = False
     hooks_on_shards: bool = False
 
     spec = PluginSpec(
@@ -96,7 +100,10 @@ class SequenceParallelPlugin(StrategyPlugin):
                 why="it shards the activations between such regions",
                 fix="use it together with TensorParallelPlugin(tensor_parallel_size=...)",
             )
-        shard_sequence(tp_region.architecture, tp_region, model.parameters, overlap_gather=self.overlap_gather)
+        flow = SequenceFlow(
+            tp_region.backend, tp_region.group, overlap_gather=self.overlap_gather, regather=self.regather
+        )
+        shard_sequence(tp_region.architecture, tp_region, model.parameters, flow)
         if not self.hooks_on_shards:
             plugins = {type(plugin).__module__.partition(".")[0] for plugin in run.plan.plugins}
             refuse_hooks(tp_region.architecture, frozenset(plugins))
@@ -160,7 +167,7 @@ def _package_of(hook: Any) -> str:
 
 # ---- Sharding the activations of a model -----------------------------------------------------------------------------
 def shard_sequence(
-    architecture: Architecture, tp_region: TpRegion, parameters: ParameterMap, *, overlap_gather: bool = False
+    architecture: Architecture, tp_region: TpRegion, parameters: ParameterMap, flow: SequenceFlow
 ) -> None:
     """Shards the activations between a model's tensor-parallel regions along the sequence, from the input of the first
     block to the output of the final norm.
@@ -169,7 +176,7 @@ def shard_sequence(
         architecture: the model.
         tp_region: the region object that its regions share.
         parameters: receives the parameters whose gradients become sums over the axis.
-        overlap_gather: see :class:`SequenceParallelPlugin`.
+        flow: what happens at entry and exit of its regions.
 
     Raises:
         UnsupportedModelError: if the model has no blocks, or modules in them mix positions.
@@ -188,7 +195,6 @@ def shard_sequence(
         raise UnsupportedModelError(f"{type(architecture.owner).__name__} has no blocks to shard the sequence between.")
     if users:
         _refuse_mixing(architecture)
-    flow = SequenceFlow(tp_region.backend, tp_region.group, overlap_gather=overlap_gather)
     tp_region.flow = flow
     stack = _Stack(blocks, tp_region, flow)
     blocks[0].register_forward_pre_hook(stack.enter, with_kwargs=True)

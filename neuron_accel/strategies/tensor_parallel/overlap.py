@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of a region's column-wise layers that are computed while the input of the region is being gathered.
+"""Products of a region's column-wise layers that are computed with the gather of the region's input, in one node.
 
-A region gathers its input once for all its column-wise layers. Here the gather is started first. Then each layer
+A region gathers its input once for all its column-wise layers. Here the gather may be started first. Then each layer
 computes the product of the positions that this rank holds, and after the gather those of all other positions, into the
 same output. In the backward pass the gradient of the input is complete when that of every layer is; its reduce-scatter
-is started, and the gradients of the weights are computed before it is waited for. All of this is one autograd node. The
-region's module receives the gathered input as it always does, and a layer that is called with it returns its product,
-which exists already.
+is started, and the gradients of the weights are computed before it is waited for. All of this is one autograd node. It
+may also keep this rank's shard of the input instead of the gathered input, and gather again in the backward pass while
+the gradient of the input is computed (Korthikanti et al. 2022, section 4.2.2). The region's module receives the
+gathered input as it always does, and a layer that is called with it returns its product, which exists already.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
-from neuron_accel.contract import reduce_scatter_to_group
+from neuron_accel.contract import gather_from_group, reduce_scatter_to_group
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Group
@@ -90,6 +91,8 @@ class _Gather:
         length: number of positions of the full sequence, without padding.
         dtype: in which products are computed.
         computed: which layers' products are computed.
+        overlaps: whether products of this rank's positions are computed during the gather.
+        regather: whether the shard is kept, and gathered again in the backward pass.
     """
 
     backend: Backend
@@ -97,18 +100,29 @@ class _Gather:
     length: int
     dtype: torch.dtype
     computed: tuple[bool, ...]
+    overlaps: bool
+    regather: bool
 
 
 def gather_and_multiply(
-    hidden: torch.Tensor, layers: Sequence[ColumnWise], backend: Backend, group: Group, length: int
+    hidden: torch.Tensor,
+    layers: Sequence[ColumnWise],
+    backend: Backend,
+    group: Group,
+    length: int,
+    *,
+    overlaps: bool,
+    regather: bool,
 ) -> tuple[torch.Tensor, list[tuple[ColumnWise, torch.Tensor]]]:
-    """Gathers a region's input, and computes products of layers with it in the meantime.
+    """Gathers a region's input, and computes products of layers with it.
 
     Args:
         hidden: this rank's positions [batch, ceil(length / ranks), in]; the last may be padding.
         layers: the layers that may read the input. Those of which ``reads_gathered`` is False are not computed.
         backend, group: of the collectives.
         length: number of positions of the full sequence.
+        overlaps: whether the products of this rank's positions are computed in the meantime.
+        regather: whether the node keeps ``hidden`` instead of the full input.
 
     Returns:
         The full input [batch, length, in], and each computed layer with its product [batch, length, out].
@@ -117,7 +131,8 @@ def gather_and_multiply(
     operands: list[torch.Tensor | None] = []
     for layer in layers:
         operands += [None if each is None else each.to(dtype) for each in layer.operands()]
-    gather = _Gather(backend, group, length, dtype, tuple(layer.reads_gathered for layer in layers))
+    computed = tuple(layer.reads_gathered for layer in layers)
+    gather = _Gather(backend, group, length, dtype, computed, overlaps, regather)
     full, _, *products = _GatherAndMultiply.apply(hidden, gather, *operands)
     return full, list(zip([layer for layer in layers if layer.reads_gathered], products, strict=True))
 
@@ -132,8 +147,8 @@ def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
 class _GatherAndMultiply(torch.autograd.Function):
     """All-gather of the input along dim 1, and its products; reduce-scatter in backward.
 
-    Saves what is saved without overlap: the full input, in the dtype of the products, and the weights. These are the
-    same for all ``computed``, so that a pass that is repeated saves as many tensors as the first.
+    Saves the weights, and what is saved without overlap, the full input in the dtype of the products, or this rank's
+    shard. These are the same for all ``computed``, so that a pass that is repeated saves as many tensors as the first.
     """
 
     @staticmethod
@@ -142,21 +157,24 @@ class _GatherAndMultiply(torch.autograd.Function):
         weights: Sequence[Any] = operands[::2]
         layers = [each for each, done in zip(_pairs(operands), gather.computed, strict=True) if done]
         pending = gather.backend.start_all_gather(hidden, gather.group, 1)
-        first, last = min(size * index, length), min(size * (index + 1), length)
-        own = hidden.narrow(1, 0, last - first).to(gather.dtype)
-        products = [own.new_empty(hidden.shape[0], length, weight.shape[0]) for weight, _ in layers]
-        for product, each in zip(products, layers, strict=True):
+        first, last = (min(size * each, length) if gather.overlaps else 0 for each in (index, index + 1))
+        own, in_place = hidden.narrow(1, 0, last - first).to(gather.dtype), [] if gather.backend.is_lazy else layers
+        products = [own.new_empty(hidden.shape[0], length, weight.shape[0]) for weight, _ in in_place]
+        for product, each in zip(products, in_place, strict=True):
             _multiply(product[:, first:last], own, *each)
-        full = pending.wait()
-        # Contiguous, since some regions call view on the hidden states.
-        full = full if full.shape[1] == length else full.narrow(1, 0, length).contiguous()
+        full = _trim(pending.wait(), length)
         x = full.to(gather.dtype)
-        for product, each in zip(products, layers, strict=True):
+        for product, each in zip(products, in_place, strict=True):
             _multiply(product[:, :first], x[:, :first], *each)
             _multiply(product[:, last:], x[:, last:], *each)
+        if gather.backend.is_lazy:
+            products = [
+                F.linear(x, *each).clone() for each in layers
+            ]  # not a view, which could not be changed in place
 
         wants_input, _, *wants = ctx.needs_input_grad
-        ctx.save_for_backward(x if any(wants[::2]) else None, *(weights if wants_input else ()))
+        kept = hidden if gather.regather else x
+        ctx.save_for_backward(kept if any(wants[::2]) else None, *(weights if wants_input else ()))
         ctx.set_materialize_grads(False)
         ctx.gather, ctx.shard = gather, hidden.shape
         ctx.input_dtype, ctx.device = hidden.dtype, hidden.device
@@ -172,8 +190,9 @@ class _GatherAndMultiply(torch.autograd.Function):
         gather, (of_full, of_cast, *of_computed) = ctx.gather, gradients
         remaining = iter(of_computed)
         of_products = [next(remaining) if done else None for done in gather.computed]
-        x, *weights = ctx.saved_tensors
+        kept, *weights = ctx.saved_tensors
         wants_input, _, *wants = ctx.needs_input_grad
+        again = _start_regather(kept, gather, gradients) if gather.regather and kept is not None else None
         of_hidden: Any = None
         if wants_input:
             total = of_full if of_cast is None else _plus(of_full, of_cast.to(ctx.input_dtype))
@@ -184,6 +203,9 @@ class _GatherAndMultiply(torch.autograd.Function):
                     total = total.add_(term) if mine and total is not None else _plus(total, term)
                     mine = not torch.is_grad_enabled()
             of_hidden = _start_reduce_scatter(total, ctx)
+        x: Any = kept
+        if again is not None:
+            x = _trim(again if isinstance(again, torch.Tensor) else again.wait(), gather.length)
         of_operands: list[torch.Tensor | None] = []
         for gradient, (of_weight, of_bias) in zip(of_products, _pairs(wants), strict=True):
             rows = None if gradient is None else gradient.reshape(-1, gradient.shape[-1])
@@ -192,6 +214,20 @@ class _GatherAndMultiply(torch.autograd.Function):
         if of_hidden is not None and not isinstance(of_hidden, torch.Tensor):
             of_hidden = of_hidden.wait()
         return of_hidden, None, *of_operands
+
+
+def _start_regather(hidden: torch.Tensor, gather: _Gather, gradients: Sequence[torch.Tensor | None]) -> Any:
+    """Starts to gather the input of a region again. If the result is to be differentiated, it is complete at return."""
+    if torch.is_grad_enabled():
+        return gather_from_group(hidden, gather.backend, gather.group, 1, grad="reduce_scatter").to(gather.dtype)
+    given = [gradient for gradient in gradients if gradient is not None]
+    hidden = gather.backend.fence([hidden, *given])[0]  # a compiler would keep the result of the forward pass instead
+    return gather.backend.start_all_gather(hidden.to(gather.dtype), gather.group, 1)
+
+
+def _trim(full: torch.Tensor, length: int) -> torch.Tensor:
+    # Contiguous, since some regions call view on the hidden states.
+    return full if full.shape[1] == length else full.narrow(1, 0, length).contiguous()
 
 
 def _start_reduce_scatter(total: torch.Tensor | None, ctx: Any) -> Any:

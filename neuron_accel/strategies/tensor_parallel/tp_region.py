@@ -90,12 +90,15 @@ class SequenceFlow(Flow):
         overlap_gather: whether column-wise layers compute while the input of their region is being gathered, see
             :mod:`~neuron_accel.strategies.tensor_parallel.overlap`. torch.compile, which ends its graph at a
             collective, traces the region without.
+        regather: whether these layers keep this rank's shard of that input, and gather it again in the backward pass;
+            also not under torch.compile.
     """
 
     ranks_draw_apart = True
 
-    def __init__(self, backend: Backend, group: Group, *, overlap_gather: bool = False) -> None:
-        self._backend, self._group, self.overlap_gather = backend, group, overlap_gather
+    def __init__(self, backend: Backend, group: Group, *, overlap_gather: bool = False, regather: bool = False) -> None:
+        self._backend, self._group = backend, group
+        self.overlap_gather, self.regather = overlap_gather, regather
         self._length = 0
 
     def split(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -110,18 +113,23 @@ class SequenceFlow(Flow):
         return full
 
     def enter(self, hidden: torch.Tensor, region: nn.Module | None = None) -> torch.Tensor:
-        if self.overlap_gather and region is not None and not torch.compiler.is_compiling():
+        ahead = self.overlap_gather or self.regather
+        if ahead and region is not None and not torch.compiler.is_compiling():
             layers = [layer for _, layer in overlapping_layers(region, hidden.shape[-1])]
             if layers and hidden.dim() in (2, 3):
-                return self._enter_overlapping(hidden, layers)
+                return self._enter_with_products(hidden, layers)
         if hidden.dim() == 2:
             return self.enter(self._unflatten(hidden)).flatten(0, 1)
         return self._trim(gather_from_group(hidden, self._backend, self._group, 1, grad="reduce_scatter"))
 
-    def _enter_overlapping(self, hidden: torch.Tensor, layers: list[ColumnWise]) -> torch.Tensor:
+    def _enter_with_products(self, hidden: torch.Tensor, layers: list[ColumnWise]) -> torch.Tensor:
         flat = hidden.dim() == 2
         shard = self._unflatten(hidden) if flat else hidden
-        full, products = gather_and_multiply(shard, layers, self._backend, self._group, self._length)
+        full, products = gather_and_multiply(
+            *(shard, layers, self._backend, self._group, self._length),
+            overlaps=self.overlap_gather,
+            regather=self.regather,
+        )
         full = full.flatten(0, 1) if flat else full
         for layer, product in products:
             layer._ahead = full, product.flatten(0, 1) if flat else product
@@ -132,7 +140,7 @@ class SequenceFlow(Flow):
         return hidden.unflatten(0, (-1, -(-self._length // self._group.size)))
 
     def left(self, region: nn.Module, *, completed: bool) -> None:
-        if self.overlap_gather and not torch.compiler.is_compiling():
+        if (self.overlap_gather or self.regather) and not torch.compiler.is_compiling():
             forget_products(region, completed=completed)
 
     def exit(self, partial: torch.Tensor, *, given_up: bool = False) -> torch.Tensor:

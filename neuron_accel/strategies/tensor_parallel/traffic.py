@@ -44,8 +44,10 @@ def _rows(model: nn.Module, tp_region: TpRegion) -> Iterator[tuple[str, str, int
     each = "all-gather and reduce-scatter in, reduce-scatter and all-gather out" if sharded else "all-reduce in and out"
     for fqn, module in architecture.regions:
         width = _hidden(architecture, module)
+        again = isinstance(flow, SequenceFlow) and flow.regather and bool(_names(module, architecture))
         overlap = _overlap(module, architecture) if isinstance(flow, SequenceFlow) and flow.overlap_gather else ""
-        yield fqn, each + overlap, (4 if sharded else 2) * width
+        said = f"{each}; gathered again in backward{overlap}" if again else each + overlap
+        yield fqn, said, (4 + again if sharded else 2) * width
     for fqn, module in model.named_modules():
         if isinstance(module, VocabularyParallelEmbedding):
             yield fqn, "all-reduce out", module.weight.shape[1] * module.weight.element_size()
@@ -66,9 +68,13 @@ def _rows(model: nn.Module, tp_region: TpRegion) -> Iterator[tuple[str, str, int
 
 def _overlap(region: nn.Module, architecture: Architecture) -> str:
     """Returns which layers compute while the input of a region is being gathered."""
-    layers = overlapping_layers(region, architecture.config.hidden_size)
-    names = ", ".join(name or "this layer" for name, layer in layers if layer.reads_gathered)
+    names = _names(region, architecture)
     return f"; the first two during {names}" if names else "; no overlap"
+
+
+def _names(region: nn.Module, architecture: Architecture) -> str:
+    layers = overlapping_layers(region, architecture.config.hidden_size)
+    return ", ".join(name or "this layer" for name, layer in layers if layer.reads_gathered)
 
 
 def _hidden(architecture: Architecture, module: nn.Module) -> int:

@@ -55,12 +55,13 @@ def gpt2(**options: Any) -> GPT2LMHeadModel:
 FAMILIES = {"llama": llama, "gpt2": gpt2}
 
 
-def make_run(*, degree: int, sequence_parallel: bool = False, overlap_gather: bool = False, **options: Any) -> Run:
-    """A run of the ranks there are, with tensor parallelism of ``degree``."""
+def make_run(*, degree: int, sequence_parallel: bool = False, **options: Any) -> Run:
+    """A run of the ranks there are, with tensor parallelism of ``degree``, and options of the plugins."""
     backend = TorchBackend.connect("cpu")
+    given = {"overlap_gather": options.pop("overlap_gather", False), "regather": options.pop("regather", False)}
     plugins = [ModelParallelismPlugin(tensor_parallel_size=degree, **options)]
     if sequence_parallel:
-        plugins.append(SequenceParallelPlugin(overlap_gather=overlap_gather, hooks_on_shards=True))
+        plugins.append(SequenceParallelPlugin(**given, hooks_on_shards=True))
     plan = make_plan(
         plugins,
         world_size=backend.world_size,

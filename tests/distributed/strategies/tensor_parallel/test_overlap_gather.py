@@ -113,9 +113,9 @@ def compare_regions(degree: int) -> None:
 
 def compare(run: Run, case: str, length: int, batches: int) -> None:
     found, differentiable = [], []
-    for overlap_gather in (False, True):
+    for options in ({}, {"overlap_gather": True}, {"regather": True}):
         tp_region = TpRegion(run.backend, run.group("tp"))
-        tp_region.flow = SequenceFlow(tp_region.backend, tp_region.group, overlap_gather=overlap_gather)
+        tp_region.flow = SequenceFlow(tp_region.backend, tp_region.group, **options)
         module = Module(tp_region, case)
         region = _Region(module, tp_region)
         module.register_forward_pre_hook(region.enter, with_kwargs=True)
@@ -123,12 +123,13 @@ def compare(run: Run, case: str, length: int, batches: int) -> None:
         found.append(run_region(module, tp_region, length, batches))
         differentiable.append(module.differentiable)
         assert module.q._ahead is module.v._ahead is None, "products outlive the region"
-        assert module.v.reads_gathered is not (overlap_gather and case == "another input")
-    expected, actual = found
-    assert differentiable[0] == differentiable[1], case
+        assert module.v.reads_gathered is not (bool(options) and case == "another input")
+    expected, *others = found
+    assert differentiable[0] == differentiable[1] == differentiable[2], case
     bounds = {"rtol": 3e-2, "atol": 3e-2} if case == "autocast" else {"rtol": 1e-4, "atol": 1e-4}
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, **bounds, msg=lambda text, n=name: f"{case}, {n}: {text}")
+    for actual in others:
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, **bounds, msg=lambda text, n=name: f"{case}, {n}: {text}")
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -287,6 +288,30 @@ def test_frozen_weights(family, plugins):
 def test_key_value_heads_on_several_ranks():
     model = functools.partial(llama, kv_heads=1)
     assert_parallel_equivalence(model, token_batches(3), [TP4, OVERLAPPING, RECOMPUTE], ranks=4)
+
+
+def regathered(overlap_gather):
+    found = {}
+    for name in (*FAMILIES, "opt", "qwen2_moe"):
+        model = FAMILIES[name]() if name in FAMILIES else tiny_model(name)
+        options = {"sequence_parallel": True, "overlap_gather": overlap_gather, "regather": True}
+        found[name] = compare_step(model, batch(7), degree=2, **options)
+    return found
+
+
+@pytest.mark.parametrize("overlap_gather", [False, True])
+def test_gathering_again_in_backward_changes_no_gradient(overlap_gather):
+    for found in run_ranks(regathered, 2, overlap_gather):
+        for name, compared in found.items():
+            assert compared["loss"] == pytest.approx(compared["expected"], rel=1e-5), name
+            assert compared["error"] < 1e-4, (name, compared["where"])
+
+
+@pytest.mark.parametrize("others", [["zero1"], [RECOMPUTE]])
+def test_gathering_again_beside_other_strategies(others):
+    model = functools.partial(llama, kv_heads=2)
+    plugins = [TP2, {"sequence_parallel": {"regather": True}}, *others]
+    assert_parallel_equivalence(model, token_batches(3), plugins, ranks=2)
 
 
 OTHER_FAMILIES = {

@@ -12,18 +12,18 @@ HIDDEN, BATCH, LENGTH = 16, 2, 8
 OPS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def _step_traffic(family: str, layers: int, sequence_parallel: bool, overlap_gather: bool) -> Traffic:
+def _step_traffic(family: str, layers: int, sequence_parallel: bool, **options: bool) -> Traffic:
     model = FAMILIES[family](**{"num_hidden_layers" if family == "llama" else "n_layer": layers})
-    run = make_run(degree=2, sequence_parallel=sequence_parallel, overlap_gather=overlap_gather)
+    run = make_run(degree=2, sequence_parallel=sequence_parallel, **options)
     shard(model, run)
     with run.backend.record() as traffic:
         model(**batch(LENGTH)).loss.backward()
     return traffic
 
 
-def _count(family: str, sequence_parallel: bool, overlap_gather: bool = False) -> dict[str, dict[str, tuple[int, int]]]:
+def _count(family: str, sequence_parallel: bool, **options: bool) -> dict[str, dict[str, tuple[int, int]]]:
     """For each kind of collective how often, and how many bytes: of one layer, and of everything around the layers."""
-    one, two = (_step_traffic(family, layers, sequence_parallel, overlap_gather) for layers in (1, 2))
+    one, two = (_step_traffic(family, layers, sequence_parallel, **options) for layers in (1, 2))
     assert {t.op for t in two.transfers} <= set(OPS)
     layer = {op: (two.count(op=op) - one.count(op=op), two.sent(op=op) - one.sent(op=op)) for op in OPS}
     rest = {op: (one.count(op=op) - layer[op][0], one.sent(op=op) - layer[op][1]) for op in OPS}
@@ -40,10 +40,12 @@ def test_traffic_of_a_training_step(family: str) -> None:
         # embedding forward, head backward; the loss: the largest logit, then target and sum of exponentials together
         assert result["rest"]["all_reduce"] == (4, 2 * activation + 3 * tokens)
         assert result["rest"]["all_gather"] == result["rest"]["reduce_scatter"] == (0, 0)
-    for result in [*run_ranks(_count, 2, family, True), *run_ranks(_count, 2, family, True, True)]:
-        half = activation // 2
-        assert result["layer"] == {"all_reduce": (0, 0), "all_gather": (4, 4 * half), "reduce_scatter": (4, 4 * half)}
-        assert result["rest"]["all_reduce"] == (4, 2 * activation + 3 * tokens)
-        # behind the final norm forward, in front of the first block backward
-        assert result["rest"]["all_gather"] == (2, 2 * half)
-        assert result["rest"]["reduce_scatter"] == (0, 0)
+    half = activation // 2
+    for options, gathers in (({}, 4), ({"overlap_gather": True}, 4), ({"regather": True}, 6)):
+        for result in run_ranks(_count, 2, family, True, **options):
+            gathered = (gathers, gathers * half)
+            assert result["layer"] == {"all_reduce": (0, 0), "all_gather": gathered, "reduce_scatter": (4, 4 * half)}
+            assert result["rest"]["all_reduce"] == (4, 2 * activation + 3 * tokens)
+            # behind the final norm forward, in front of the first block backward
+            assert result["rest"]["all_gather"] == (2, 2 * half)
+            assert result["rest"]["reduce_scatter"] == (0, 0)
