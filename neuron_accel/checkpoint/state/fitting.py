@@ -6,8 +6,10 @@ Checksums detect damage, but a file may also have been written by another progra
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,9 +106,30 @@ def check_scheduler(scheduler: Any, saved: Any, where: str) -> None:
     for name, value in saved.items():
         if name not in present and hasattr(inner, name):
             raise _absurd(f"entry {name!r}", value, where)
-        of_torch = type(inner).__module__.startswith("torch.optim")
-        if of_torch and name in present and not fits(value, present[name]):
+        if _is_of_torch(inner) and name in present and not fits(value, present[name]):
             raise _absurd(f"entry {name!r}", value, where)
+    if _is_of_torch(inner):
+        try:
+            _without_functions(inner).load_state_dict(copy.deepcopy(saved))
+        except Exception as error:  # torch's schedulers raise various types
+            raise _absurd("state", saved, where) from error
+
+
+def _is_of_torch(scheduler: Any) -> bool:
+    return type(scheduler).__module__.startswith("torch.optim")
+
+
+def _without_functions(scheduler: Any) -> Any:
+    """A copy of a scheduler of torch that can load a state without a change of the scheduler or of its functions."""
+    found = copy.copy(scheduler)
+    for name, value in vars(scheduler).items():
+        if name == "lr_lambdas":
+            setattr(found, name, [SimpleNamespace() for _ in value])
+        elif name == "_scale_fn_custom" and value is not None:
+            setattr(found, name, SimpleNamespace())
+        elif name == "_schedulers":
+            setattr(found, name, [_without_functions(one) for one in value])
+    return found
 
 
 def check_position(loader: Any, saved: Any, where: str) -> None:
