@@ -210,11 +210,16 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
     except (RendezvousError, DistError, TimeoutError) as error:
         if launch is not None and (end := launch.end) is not None:
             return Outcome(end=end)
+        fix = (
+            "check that the port is free, and how many files a process may have open (ulimit -n)"
+            if plan.is_loopback
+            else "check that a launcher runs on every machine, with the same options but for its own --node-rank, and "
+            "that the rendezvous can be reached at this port"
+        )
         raise CommunicationError(
             f"The rendezvous at {plan.endpoint} failed: {str(error).splitlines()[0]}",
             where=f"launch on {plan.request.nnodes} machine(s)",
-            fix="check that a launcher runs on every machine, with the same options but for its own --node-rank, and "
-            "that the rendezvous can be reached at this port",
+            fix=fix,
         ) from error
     finally:
         if launch is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+from unittest import mock
 
 import pytest
 
 from neuron_accel.backends.select import Decision
 from neuron_accel.cli.launch import _note_unknown_address, launch
 from neuron_accel.cli.main import main
-from neuron_accel.errors import ConfigurationError
+from neuron_accel.errors import CommunicationError, ConfigurationError
+from neuron_accel.launch.agent import run_ranks
 from neuron_accel.launch.host import Host, count_cores, count_neuron_devices, memory_bytes
 from neuron_accel.launch.plan import check_request, plan_launch
 from neuron_accel.launch.request import LaunchRequest
@@ -245,3 +247,15 @@ def test_neuron_devices_are_counted_by_their_driver_files(tmp_path):
 def test_the_machine_has_cores_and_memory():
     assert count_cores() >= 1
     assert memory_bytes() > 2**28
+
+
+def test_one_machine_is_not_asked_about_others_if_its_rendezvous_fails(script):
+    """As when the limit of open files is too low for a store; here somebody has taken the port meanwhile."""
+    with socket.socket() as taken, mock.patch.dict(os.environ, {"LOGLEVEL": "ERROR"}):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        request = LaunchRequest(target=script, nproc_per_node=1, master_port=taken.getsockname()[1])
+        with pytest.raises(CommunicationError, match="cannot be used") as raised:
+            run_ranks(plan_launch(request, HOST, CPU, {}))
+    assert "how many files a process may have open (ulimit -n)" in str(raised.value)
+    assert "--node-rank" not in str(raised.value)
