@@ -231,6 +231,13 @@ def slurm(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def ray(session: nox.Session) -> None:
+    """Ray Train on a cluster of nodes on this machine, of which one is removed."""
+    install(session, NATIVE_TORCH, ".[test]", "ray[train]>=2.60")
+    session.run(*PYTEST, "tests/ray", *session.posargs)
+
+
+@nox.session(default=False)
 def trackers(session: nox.Session) -> None:
     """Figures of a run report in each tracker of Accelerate; those beside tensorboard install some 150 packages."""
     install(session, NATIVE_TORCH, ".[test]", "wandb", "mlflow", "aim")
