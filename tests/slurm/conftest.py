@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -66,17 +66,16 @@ class Cluster:
     def __init__(self, environ: dict[str, str]) -> None:
         self._environ = environ
 
-    def run(self, *words: str, cwd: Path | None = None) -> str:
+    def run(self, *words: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
         """Returns what a command prints."""
-        done = subprocess.run(
-            words, env=self._environ, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
-        )
+        env = self._environ if environ is None else {**environ, "SLURM_CONF": self._environ["SLURM_CONF"]}
+        done = subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
 
-    def submit(self, *words: str, cwd: Path) -> str:
-        """Submits a batch file. Returns the job's number."""
-        return self.run("sbatch", "--parsable", *words, cwd=cwd)
+    def submit(self, *words: str, cwd: Path, environ: Mapping[str, str] | None = None) -> str:
+        """Submits a batch file, whose job gets these variables. Returns the job's number."""
+        return self.run("sbatch", "--parsable", *words, cwd=cwd, environ=environ)
 
     def job(self, number: str) -> dict[str, str]:
         """Returns what is known of a job."""
@@ -89,10 +88,10 @@ class Cluster:
             assert time.monotonic() < deadline, f"no {what}: {self.run('squeue', '--long')}"
             time.sleep(0.2)
 
-    def end(self, number: str) -> dict[str, str]:
+    def end(self, number: str, seconds: float = 150.0) -> dict[str, str]:
         """Waits until a job has ended. Returns what is known of it."""
         running = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
-        self.wait(lambda: self.job(number)["JobState"] not in running, f"end of job {number}", 150.0)
+        self.wait(lambda: self.job(number)["JobState"] not in running, f"end of job {number}", seconds)
         return self.job(number)
 
     def start_at_once(self, number: str) -> None:
