@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import sys
@@ -11,7 +12,7 @@ import tempfile
 import pytest
 
 from neuron_accel.cli.main import main
-from tests.forked_launch import forked_ranks
+from tests.forked_launch import PRELOADED, forked_ranks
 
 MARKS = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "OMP_NUM_THREADS", "ACCELERATE_", "GLOO_", "LOCAL_", "GROUP_")
 SECONDS = 60
@@ -19,14 +20,14 @@ SECONDS = 60
 
 class Launch:
     """``neuron-accel`` in a process forked from one that has imported torch, which is most of its start; with
-    ``forked`` its ranks are, too."""
+    ``forked`` its ranks are, too. With ``host``, a network namespace, all of them are in it."""
 
-    def __init__(self, command, environment, folder, forked):
+    def __init__(self, command, environment, folder, forked, host=None):
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["neuron_accel.testing._preload"])  # there is one such process for all tests
+        context.set_forkserver_preload(PRELOADED)  # there is one such process for all tests
         outputs = (str(self.stdout), str(self.stderr))
-        self.process = context.Process(target=run_launcher, args=(command, environment, *outputs, forked))
+        self.process = context.Process(target=run_launcher, args=(command, environment, *outputs, forked, host))
         self.process.start()
 
     def signal(self, number):
@@ -40,7 +41,10 @@ class Launch:
         return self.process.exitcode, self.stdout.read_text(), self.stderr.read_text()
 
 
-def run_launcher(command, environment, stdout, stderr, forked):
+def run_launcher(command, environment, stdout, stderr, forked, host):
+    if host is not None:
+        with open(f"/run/netns/{host}") as namespace:
+            assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = environment["TMPDIR"]
@@ -63,10 +67,10 @@ def start(environment, tmp_path):
     """Starts a launch in the background; ends it, should the test not have."""
     started = []
 
-    def run(*arguments, command="launch", forked=False):
+    def run(*arguments, command="launch", forked=False, host=None):
         folder = tmp_path / f"launch_{len(started)}"
         folder.mkdir()
-        started.append(Launch([command, *arguments], environment, folder, forked))
+        started.append(Launch([command, *arguments], environment, folder, forked, host))
         return started[-1]
 
     yield run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -25,6 +26,19 @@ def stop(pid):
     return [launcher, *launcher.children()]
 
 
+def wait_for(condition):
+    deadline = time.monotonic() + 90 * float(os.environ["NEURON_ACCEL_TIMEOUT_FACTOR"])
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def listens(endpoint):
+    host, port = endpoint.split(":")
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) == 0
+
+
 @pytest.mark.parametrize("lost", [0, 2], ids=["the store's", "another"])
 def test_ranks_that_wait_for_a_machine_that_is_lost_are_ended(start, tmp_path, lost):
     """As in a collective that never fails. Nobody is blamed for what the launchers have ended."""
@@ -34,11 +48,8 @@ def test_ranks_that_wait_for_a_machine_that_is_lost_are_ended(start, tmp_path, l
         port = probe.getsockname()[1]
     options = ["--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", str(port), "--cpu", "--quiet"]
     options += ["--heartbeat", "3", "--grace", "5", str(tmp_path / "sits.py"), str(tmp_path)]
-    machines = [start("--node-rank", str(node), *options) for node in range(3)]
-    deadline = time.monotonic() + 90
-    while not all((tmp_path / str(rank)).exists() for rank in range(3)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    machines = [start("--node-rank", str(node), *options, forked=True) for node in range(3)]
+    wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(3)))
     stopped = stop(machines[lost].process.pid)
     try:
         for node in {0, 1, 2} - {lost}:
@@ -51,6 +62,53 @@ def test_ranks_that_wait_for_a_machine_that_is_lost_are_ended(start, tmp_path, l
     finally:
         for process in stopped:
             process.send_signal(signal.SIGKILL)
+
+
+WAITS = """
+import os, sys, time
+folder, ranks = sys.argv[1], os.environ["WORLD_SIZE"]
+open(os.path.join(folder, os.environ["RANK"] + "_of_" + ranks), "w").close()
+while ranks == "3" or not os.path.exists(os.path.join(folder, "lost")):
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "goes on"])
+def test_a_launcher_that_is_ended_by_a_signal(start, tmp_path, goes_on):
+    """As by a scheduler that drains a machine, with ranks that wait in a collective that never fails. With a number
+    that may vary, the third machine comes late, and takes part as well."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = ["--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", endpoint.partition(":")[2]]
+    if goes_on:
+        options = [
+            "--nnodes",
+            "2:3",
+            "--rdzv-endpoint",
+            endpoint,
+            "--rdzv-conf",
+            "last_call_timeout=5,keep_alive_interval=10,keep_alive_max_attempt=2",
+        ]
+    options += ["--cpu", "--quiet", "--grace", "5", str(tmp_path / "waits.py"), str(tmp_path)]
+    machines = []
+    for node in range(3):
+        machines.append(start("--node-rank", str(node), *options))
+        wait_for(lambda: listens(endpoint))  # at the first, which has the store
+        if node == 1 and goes_on:
+            wait_for(lambda: len(list(tmp_path.glob("*_of_2"))) == 2)
+    wait_for(lambda: len(list(tmp_path.glob("*_of_3"))) == 3)
+    for path in tmp_path.glob("*_of_2"):
+        path.unlink()
+    (tmp_path / "lost").touch()
+    machines[2].signal(signal.SIGTERM)
+    ends = [machine.finish(timeout=60) for machine in machines]
+    assert [code for code, _, _ in ends] == ([0, 0, 143] if goes_on else [143] * 3), ends
+    for _, _, err in ends[:2]:
+        assert f"({socket.gethostname()}): its launcher was ended by SIGTERM" in err
+        assert "failed first" not in err
+    assert len(list(tmp_path.glob("*_of_2"))) == (2 if goes_on else 0)
 
 
 # ---- stamps, without launchers ---------------------------------------------------------------------------------------
