@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, mon
     arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 64, "instance": "trn1.2xlarge"}
     tensor = TensorParallelPlugin(tensor_parallel_size=2)
     tasks = {
-        "family": (tensor,),
+        "sample": search._Sample((tensor,), 2),
         "layout": search.Layout(plugins=(tensor,), accumulation=2),
         "impossible": search.Layout(plugins=(TensorParallelPlugin(tensor_parallel_size=64),), accumulation=1),
     }
@@ -87,6 +88,82 @@ def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, mon
     assert not two._processes
 
 
+@pytest.mark.parametrize(
+    ("names", "core"),
+    [
+        (("TensorParallelPlugin", "Zero1Plugin"), 22 << 20),
+        pytest.param(("PipelineParallelPlugin", "FullyShardedPlugin"), 22 << 20, marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "pipeline"],
+)
+@pytest.mark.timeout(300)
+def test_a_search_finds_what_counting_all_layouts_finds(folder, monkeypatch, names, core):
+    """Every layout is counted and predicted: those that fit, in order, are what the search finds, and nothing is
+    faster than its bound."""
+    from neuron_accel_plan import search
+    from neuron_accel_plan.layout import Planner
+
+    import neuron_accel
+    from neuron_accel import Instance, find_instance
+
+    monkeypatch.setattr(search, "_offering", lambda: [getattr(neuron_accel, name) for name in names])
+    monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: core)
+    arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 128, "instance": "trn1.2xlarge"}
+    planner = Planner(**arguments)
+    dry_runs = search._DryRuns(planner, arguments, None, 1)
+    searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), dry_runs, None, lambda done, total: None)
+    found, slower, ruled_out = searcher.run(3)
+    every = {str(each): planner.count(each.plugins, each.accumulation) for each in searcher._layouts()}
+    fitting = {name: counted.predict().seconds for name, counted in every.items() if counted.fits}
+    fastest = sorted(fitting, key=fitting.__getitem__)[:3]
+    assert [str(ranked.layout) for ranked in found] == fastest
+    assert [ranked.time.seconds for ranked in found] == pytest.approx([fitting[name] for name in fastest])
+    assert {str(each.layout) for each in (*found, *slower)} == {*fitting}
+    assert {str(each.layout) for each in ruled_out} == {*every} - {*fitting}
+    for each in slower:  # a bound, and one that is close: else it would save no count
+        assert 0.7 < each.seconds / fitting[str(each.layout)] <= 1 + 1e-9, each
+
+
+def test_what_is_found_first_is_predicted_and_below_all_bounds(folder):
+    """The first is slower than its bound, the third does not fit, and the last need not be counted."""
+    from neuron_accel_plan import search
+    from neuron_accel_plan.layout import Planner
+
+    from neuron_accel import find_instance
+
+    planner, asked = Planner(folder, world_size=2, global_batch=4, sequence=64, instance="trn1.2xlarge"), []
+    count = planner.count([])
+    taken = {"1": 3.0, "2": 1.5, "4": None, "8": 2.5}
+
+    class Answers:
+        width = 1
+
+        def answers(self, tasks, number):
+            for name, layout in tasks:
+                asked.append(str(layout.accumulation))
+                seconds = taken[asked[-1]]
+                time = replace(count.predict(), seconds=seconds or 0.0)
+                yield (
+                    name,
+                    search.Ranked(layout=layout, count=count, time=time) if seconds else search._Failed("does not fit"),
+                )
+
+    searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), Answers(), None, lambda done, total: None)
+    layouts = {each: search.Layout(plugins=(), accumulation=int(each)) for each in taken}
+    estimates = [
+        search._Estimate(layouts[each], 1, 0.0, seconds)
+        for each, seconds in zip(taken, (1.0, 1.2, 1.3, 2.0), strict=True)
+    ]
+    found, slower, ruled_out = searcher._best_first(estimates, 1, lambda done, more: None)
+    assert asked == ["1", "2", "4"]
+    assert [ranked.layout for ranked in found] == [layouts["2"]]
+    assert [(each.layout, each.seconds, each.counted) for each in slower] == [
+        (layouts["8"], 2.0, False),
+        (layouts["1"], 3.0, True),
+    ]
+    assert [ruled.layout for ruled in ruled_out] == [layouts["4"]]
+
+
 def test_layouts_that_keep_the_same_activations_are_judged_by_one(folder):
     """The first is counted and does not fit; the second is not counted, and the third fits by the same correction."""
     from neuron_accel_plan import search
@@ -96,24 +173,26 @@ def test_layouts_that_keep_the_same_activations_are_judged_by_one(folder):
 
     arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 64, "instance": "trn1.2xlarge"}
     planner, asked = Planner(**arguments), []
-    fits = planner.count([]).predict()
+    count = planner.count([])
 
     class Answers:
+        width = 1
+
         def answers(self, tasks, number):
             for name, layout in tasks:
-                asked.append(name)
-                fit = search.Ranked(layout=layout, count=planner.count([]), time=fits)
-                yield name, search._Failed("counted", 150) if name == "0" else fit
+                asked.append(layout.plugins)
+                fit = search.Ranked(layout=layout, count=count, time=count.predict())
+                yield name, search._Failed("counted", 150) if len(asked) == 1 else fit
 
     plugins = [(), (Zero1Plugin(),), (FullyShardedPlugin(),)]
-    searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), Answers(), lambda done, total: None)
+    searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), Answers(), None, lambda done, total: None)
     searcher._core = 100
     estimates = [
-        search._Estimate(search.Layout(plugins=each, accumulation=1), memory, 1.0)
+        search._Estimate(search.Layout(plugins=each, accumulation=1), 1, memory, memory * -1e-9)
         for each, memory in zip(plugins, (90, 80, 30), strict=True)
     ]
-    found, ruled_out = searcher._count_first(estimates, 1, lambda done: None)
-    assert asked == ["0", "2"]
+    found, _, ruled_out = searcher._best_first(estimates, 1, lambda done, more: None)
+    assert asked == [plugins[0], plugins[2]]
     assert [ranked.layout.plugins for ranked in found] == [plugins[2]]
     assert [ruled.reason.split(";")[0] for ruled in ruled_out] == [
         "counted",
@@ -189,6 +268,7 @@ def test_nothing_fits_is_an_exit_code_and_says_why(folder, capsys, monkeypatch):
             ["2 instances", "no network", "larger instance"],
         ),
         ({"instances": 0, "instance": "trn1.32xlarge"}, ["instances is 0", "at least 1"]),
+        ({"instances": 1, "instance": "trn1.32xlarge", "best": 0}, ["best is 0", "at least 1"]),
         ({"instances": 1, "instance": "trn1.32xlarge", "rank": 3}, ["does not take rank"]),
         ({"instances": 1}, ["needs an instance"]),
         ({}, ["world_size", "instances"]),

@@ -290,9 +290,9 @@ class Planner:
             tokens=self.global_batch * self.sequence,
         )
 
-    def shallow(self, plugins: Sequence[StrategyPlugin]) -> list[StepCount]:
-        """Counts a first step of one sample for each data-parallel rank, on the smallest mesh with these plugins, of
-        models with each number of blocks in :data:`~neuron_accel_plan.step.DEPTHS`.
+    def shallow(self, plugins: Sequence[StrategyPlugin], rows: int = 1) -> list[StepCount]:
+        """Counts a first step of ``rows`` samples for each data-parallel rank, on the smallest mesh with these plugins,
+        of models with each number of blocks in :data:`~neuron_accel_plan.step.DEPTHS`.
 
         Raises:
             NeuronAccelError: if that is not possible.
@@ -306,10 +306,10 @@ class Planner:
             )
         small = copy.copy(self)
         small.world_size = math.prod(axis.degree for plugin in plugins for axis in plugin.axes())
-        small.global_batch, small.instance = small.space(plugins).data_ranks, None
+        small.global_batch, small.instance = rows * small.space(plugins).data_ranks, None
         plan = small.make_plan(plugins)
         return [
-            small._dry(_Run(plan.plugins, rank=0, accumulation=1, rows=1, depth=depth, warm_up=False))
+            small._dry(_Run(plan.plugins, rank=0, accumulation=1, rows=rows, depth=depth, warm_up=False))
             for depth in DEPTHS
         ]
 

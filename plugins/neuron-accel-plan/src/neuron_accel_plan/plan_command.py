@@ -57,9 +57,9 @@ not counted. Of the stages of a pipeline, the one with the most memory is shown.
 With an instance or a calibration (see `neuron-accel calibrate`) the time of a step is predicted, as an interval: that
 of public constants, of which the share a training achieves is assumed, or of measured ones.
 
-With --instances, all layouts that the installed plugins support are searched: those that do not fit are ruled out, and
-the others are ranked by predicted time, with an interval. The fastest are counted by dry runs of their own. That takes
-a minute or more, on all cores (--jobs); progress is shown on a terminal.
+With --instances, all layouts that the installed plugins support are searched for those with the shortest predicted
+time: what does not fit is ruled out, and what is slower by a bound is not counted. That takes a minute or more, on all
+cores (--jobs); progress is shown on a terminal.
 
 The exit code is 1 if an instance is named and the layout, or none, fits its cores.
 """
@@ -154,7 +154,7 @@ def add_arguments(parser: Parser) -> None:
     search = parser.add_argument_group("search, with --instances")
     search.add_argument("--best", type=int, default=10, metavar="N", help="layouts to find (default: 10)")
     search.add_argument("--jobs", type=int, default=_cores(), metavar="N", help="processes (default: all cores)")
-    search.add_argument("--why", action="store_true", help="also print why each other layout was ruled out")
+    search.add_argument("--why", action="store_true", help="also print why each other layout was not chosen")
     search.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the fastest layout")
     search.add_argument("--price-per-hour", type=float, metavar="X", help="of an instance, for the price of tokens")
 
@@ -558,7 +558,7 @@ def describe_search(found: Search, *, why: bool = False) -> str:
     """Returns the layouts that were found as a table, and with ``why`` the reasons of all others."""
     lines = [
         f"{found.model}, {_big(found.parameters)} parameters, on {found.instances} x {found.instance}",
-        f"{len(found.best)} layouts are counted and fit, {len(found.ruled_out)} are ruled out"
+        f"the {len(found.best)} fastest that fit; {len(found.slower)} are slower, {len(found.ruled_out)} are ruled out"
         + ("" if why else " (--why says why)"),
         "",
     ]
@@ -594,6 +594,10 @@ def describe_search(found: Search, *, why: bool = False) -> str:
     else:
         lines.append("no layout fits: more instances, or an instance with more memory, are needed")
     if why:
+        lines += ["", "slower"]
+        lines += [
+            f"  {each.layout}: {_duration(each.seconds)}{' or more' * (not each.counted)}" for each in found.slower
+        ]
         lines += ["", "ruled out", *(f"  {ruled.layout}: {ruled.reason}" for ruled in found.ruled_out)]
     return "\n".join(lines)
 

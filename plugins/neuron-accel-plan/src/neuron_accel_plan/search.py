@@ -3,13 +3,17 @@
 fit or run are ruled out with a reason; the others are ranked by predicted time.
 
 One micro-batch of one sample is dry-run for every variant of a block (tensor parallelism, sequence parallelism,
-recomputation and so on), on the smallest mesh. From that the memory and a bound of the time of each layout are
-estimated, whatever its stages, replicas and micro-batches are. The best are then counted, each by its own dry run.
+recomputation and so on), on the smallest mesh. From that the memory of each layout is estimated, and a bound below
+which its predicted time is not, whatever its stages, replicas and micro-batches are. Then the layout with the least
+bound is examined more closely, again and again: a micro-batch of its own size is run, and at last the layout itself is
+counted and its time predicted. A predicted time that is below all bounds is the next best one (best-first search).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 import math
 import multiprocessing
 import os
@@ -22,7 +26,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -42,15 +46,27 @@ from neuron_accel.contract import (
 )
 from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
 from neuron_accel_plan.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
-from neuron_accel_plan.step import StepCount, extrapolate
-from neuron_accel_plan.time import StepTime
+from neuron_accel_plan.step import DEPTHS, StepCount, extrapolate
+from neuron_accel_plan.time import (
+    PASSES,
+    PRODUCTS,
+    WAITING,
+    StepTime,
+    collective_seconds,
+    constants_of,
+    multiplying_seconds,
+    spent_seconds,
+)
+from neuron_accel_plan.trace import Message
+
+if TYPE_CHECKING:
+    from neuron_accel_plan.calibration import Machine
 
 _REST = frozenset({Phase.STAGES, Phase.GRADIENTS, Phase.OPTIMIZER})
 """Phases of plugins that do not change what a block computes."""
 _STATE_BYTES = 12  # of an fp32 master weight and two moments
-_MICRO_BATCHES = (1, 2, 4, 8)
 _SLACK = 1.1
-"""Layouts whose estimate exceeds the memory of a core by more than this factor are not counted."""
+"""Layouts whose estimated memory exceeds the memory of a core by more than this factor are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +97,25 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RuledOut:
-    """A layout that was not chosen, and why."""
+    """A layout that does not fit or cannot run, and why."""
 
     layout: Layout
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slower:
+    """A layout that may fit, and is slower than all that were found.
+
+    Args:
+        layout: the layout.
+        seconds: what a step takes at least, by a bound of the predicted time; the predicted time if it was counted.
+        counted: whether it was counted, and fits.
+    """
+
+    layout: Layout
+    seconds: float
+    counted: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +144,8 @@ class Search:
         instances: number of instances.
         tokens: tokens in a step.
         best: layouts that fit, the fastest first.
-        ruled_out: all others.
+        ruled_out: those that do not fit or cannot run.
+        slower: all others.
         price_per_hour: price of an instance for an hour; None if it was not given.
     """
 
@@ -124,6 +156,7 @@ class Search:
     tokens: int
     best: tuple[Ranked, ...]
     ruled_out: tuple[RuledOut, ...] = field(repr=False)
+    slower: tuple[Slower, ...] = field(default=(), repr=False)
     price_per_hour: float | None = None
 
     def price(self, seconds: float) -> float | None:
@@ -151,6 +184,10 @@ class Search:
                 for ranked in self.best
             ],
             "ruled_out": [{"layout": str(ruled.layout), "reason": ruled.reason} for ruled in self.ruled_out],
+            "slower": [
+                {"layout": str(each.layout), "seconds_at_least": each.seconds, "counted": each.counted}
+                for each in self.slower
+            ],
         }
 
     def write(self, path: str | os.PathLike[str], number: int = 1) -> None:
@@ -223,8 +260,9 @@ def search(
             why="they have no network for groups over several machines",
             fix="pass 1, or a larger instance",
         )
-    if jobs < 1:
-        raise ConfigurationError(f"jobs is {jobs}.", fix="pass at least 1")
+    for name, number in (("jobs", jobs), ("best", best)):
+        if number < 1:
+            raise ConfigurationError(f"{name} is {number}.", fix="pass at least 1")
     arguments: dict[str, Any] = {
         "model": model,
         "world_size": instances * kind.hardware().full,
@@ -236,7 +274,7 @@ def search(
     }
     planner = Planner(**arguments)
     with no_collection_of_what_is_there(), closing(_DryRuns(planner, arguments, calibration, jobs)) as dry_runs:
-        found, ruled_out = _Searcher(planner, kind, dry_runs, progress).run(best)
+        found, slower, ruled_out = _Searcher(planner, kind, dry_runs, calibration, progress).run(best)
     return Search(
         model=type(planner.model).__name__,
         parameters=planner.parameters,
@@ -245,17 +283,41 @@ def search(
         tokens=global_batch * sequence,
         best=tuple(found),
         ruled_out=tuple(ruled_out),
+        slower=tuple(slower),
         price_per_hour=price_per_hour,
     )
 
 
 @dataclass(frozen=True)
 class _Estimate:
-    """Of a layout: bytes of a rank, and seconds of a step if nothing but products and sending took time."""
+    """Of a layout: bytes of a rank, and a bound of the seconds of a step.
+
+    Args:
+        layout: the layout.
+        micro_batches: micro-batches of a data-parallel rank in a step.
+        memory: bytes, which may be too low or too high.
+        seconds: what the predicted time is not below.
+        sample: what to run for a better estimate; None: the layout itself.
+    """
 
     layout: Layout
+    micro_batches: int
     memory: float
     seconds: float
+    sample: _Sample | None = None
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One micro-batch on the smallest mesh, which stands for all layouts with the same variant of a block.
+
+    Args:
+        family: the plugins that change what a block computes.
+        rows: samples of a data-parallel rank.
+    """
+
+    family: tuple[StrategyPlugin, ...]
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -266,18 +328,73 @@ class _Failed:
     memory: int | None = None
 
 
+@dataclass(frozen=True)
+class _Line:
+    """A number that grows with that of blocks: that of a model without blocks, and that of a block."""
+
+    base: float
+    block: float
+
+    @classmethod
+    def through(cls, few: float, more: float) -> _Line:
+        """From the numbers of models with :data:`DEPTHS` blocks."""
+        block = (more - few) / (DEPTHS[1] - DEPTHS[0])
+        return cls(few - DEPTHS[0] * block, block)
+
+    def of_model(self, blocks: int) -> float:
+        return self.base + blocks * self.block
+
+
+class _Times:
+    """Seconds of a micro-batch, from a sample, without what it waits for over ranks that average gradients: that is
+    once in a step."""
+
+    def __init__(self, counts: Sequence[StepCount], machine: Machine, averaging: frozenset[str]) -> None:
+        self._counts, self._machine = counts, machine
+        waits = {f"{WAITING} {axis}" for axis in averaging}
+        spent = [
+            {what: seconds for what, seconds in spent_seconds(count, machine).items() if what[1] not in waits}
+            for count in counts
+        ]
+
+        def line(phases: Iterable[str], parts: Callable[[str], bool] = lambda part: True) -> _Line:
+            sums = [sum(s for (phase, part), s in each.items() if phase in phases and parts(part)) for each in spent]
+            return _Line.through(*sums)
+
+        phases = {phase for each in spent for phase, _ in each}
+        self.passes = line(PASSES)
+        self.backward = line(["backward"])
+        self.products = line(PASSES, lambda part: part == PRODUCTS)
+        self.rest = line(phases - {*PASSES})
+        self._others = line(PASSES, lambda part: part != PRODUCTS and not part.startswith(WAITING))
+        self.operations = _Line.through(*(count.operations for count in counts))
+        self.weights = _Line.through(*(count.weights for count in counts))
+
+    def of_more(self, times: float) -> tuple[_Line, _Line]:
+        """What the passes, and their products, of a micro-batch that is so much larger are not below."""
+        products = _Line.through(*(multiplying_seconds(count, self._machine, times) for count in self._counts))
+        return _Line(products.base + self._others.base, products.block + self._others.block), products
+
+
 class _Searcher:
     def __init__(
-        self, planner: Planner, instance: Instance, dry_runs: _DryRuns, progress: Callable[[int, int], None]
+        self,
+        planner: Planner,
+        instance: Instance,
+        dry_runs: _DryRuns,
+        calibration: Machine | None,
+        progress: Callable[[int, int], None],
     ) -> None:
         self._planner, self._instance, self._dry_runs, self._progress = planner, instance, dry_runs, progress
+        self._machine = constants_of(instance, calibration)
         self._core = instance.core_bytes()
-        self._families: dict[str, Sequence[StepCount] | str] = {}
+        self._samples: dict[str, Sequence[StepCount] | str] = {}
+        self._times: dict[str, _Times] = {}
         self._sizes: dict[tuple[str, int], StepCount] = {}
         self._stages: dict[str, Stages | str | None] = {}
 
-    def run(self, best: int) -> tuple[list[Ranked], list[RuledOut]]:
-        """Returns the fastest layouts that fit, and all others."""
+    def run(self, best: int) -> tuple[list[Ranked], list[Slower], list[RuledOut]]:
+        """Returns the fastest layouts that fit, those that are slower, and those that are not possible."""
         ruled_out: list[RuledOut] = []
         possible: list[Layout] = []
         for layout in self._layouts():
@@ -286,15 +403,12 @@ class _Searcher:
                 possible.append(layout)
             else:
                 ruled_out.append(RuledOut(layout=layout, reason=reason))
-        families = {repr(_family(layout.plugins)): _family(layout.plugins) for layout in possible}
-        total = len(families) + best
-        self._progress(0, total)
-        for done, (key, answer) in enumerate(
-            self._dry_runs.answers(families.items(), len(families) + 3 * best), start=1
-        ):
-            assert not isinstance(answer, Ranked)
-            self._families[key] = answer.reason if isinstance(answer, _Failed) else answer
-            self._progress(done, total)
+        samples = [_Sample(_family(layout.plugins), 1) for layout in possible]
+        first = {repr(sample): sample for sample in samples}
+        self._progress(0, len(first) + best)
+        for done, (name, answer) in enumerate(self._dry_runs.answers(first.items(), len(first) + 3 * best), start=1):
+            self._keep(name, answer)
+            self._progress(done, len(first) + best)
         estimates = []
         for layout in possible:
             estimate = self._estimate(layout)
@@ -302,49 +416,79 @@ class _Searcher:
                 ruled_out.append(RuledOut(layout=layout, reason=estimate))
             else:
                 estimates.append(estimate)
-        estimates.sort(key=lambda estimate: (estimate.seconds, estimate.memory))
-        found, others = self._count_first(estimates, best, lambda done: self._progress(len(families) + done, total))
-        self._progress(total, total)
-        return sorted(found, key=lambda ranked: ranked.time.seconds), ruled_out + others
+        found, slower, others = self._best_first(
+            estimates, best, lambda done, more: self._progress(len(first) + done, len(first) + done + more)
+        )
+        return found, slower, ruled_out + others
 
-    def _count_first(
-        self, estimates: Sequence[_Estimate], best: int, progress: Callable[[int], None]
-    ) -> tuple[list[Ranked], list[RuledOut]]:
-        """Counts layouts, in order, until ``best`` of them fit; returns these, and the reasons against the others."""
+    def _keep(self, name: str, answer: _Answer) -> None:
+        assert not isinstance(answer, Ranked)
+        self._samples[name] = answer.reason if isinstance(answer, _Failed) else answer
+
+    def _best_first(
+        self, estimates: Iterable[_Estimate], best: int, progress: Callable[[int, int], None]
+    ) -> tuple[list[Ranked], list[Slower], list[RuledOut]]:
+        """Runs what has the least bound until ``best`` layouts are counted whose predicted time is below all bounds."""
+        order = itertools.count()
+        heap: list[tuple[float, int, float, int, _Estimate | Ranked]] = []
+
+        def push(each: _Estimate | Ranked) -> None:
+            if isinstance(each, Ranked):
+                key = each.time.seconds, each.count.accumulation, float(each.count.step.peak.total)
+            else:
+                key = each.seconds, each.micro_batches, each.memory
+            heapq.heappush(heap, (*key, next(order), each))
+
+        for estimate in estimates:
+            push(estimate)
         found: list[Ranked] = []
         ruled_out: list[RuledOut] = []
-        too_low: dict[
-            str, float
-        ] = {}  # bytes that an estimate was too low by, of layouts that keep the same activations
-
-        def cannot_fit(estimate: _Estimate) -> str | None:
-            missing = too_low.get(self._same_activations(estimate.layout))
-            if missing is None or estimate.memory + missing <= self._core:
-                return None
-            memory = (estimate.memory + missing) / 2**30
-            return f"about {memory:.1f} GiB, from one that keeps the same activations; {self._of_core()}"
-
-        to_count = ((str(n), e.layout) for n, e in enumerate(estimates) if cannot_fit(e) is None)
-        counted = set()
-        for name, answer in self._dry_runs.answers(to_count, 3 * best):
-            estimate = estimates[int(name)]
-            counted.add(int(name))
-            reason = cannot_fit(estimate)  # again: others were counted in between
-            if reason is None and isinstance(answer, Ranked):
-                found.append(answer)
-                progress(len(found))
-                if len(found) == best:
-                    break
+        too_low: dict[str, float] = {}  # bytes by which an estimate was, of layouts that keep the same activations
+        done = 0
+        while heap and len(found) < best:
+            if isinstance(heap[0][-1], Ranked):
+                found.append(heapq.heappop(heap)[-1])  # type: ignore[arg-type]
                 continue
-            assert isinstance(answer, _Failed)
-            if reason is None and answer.memory is not None:
-                too_low[self._same_activations(estimate.layout)] = max(0.0, answer.memory - estimate.memory)
-            ruled_out.append(RuledOut(layout=estimate.layout, reason=reason or answer.reason))
-        for number, estimate in enumerate(estimates):
-            if number not in counted:
-                slower = f"at least {estimate.seconds:.3g} s for products and sending alone; {best} others are counted"
-                ruled_out.append(RuledOut(layout=estimate.layout, reason=cannot_fit(estimate) or slower))
-        return found, ruled_out
+            tasks: dict[str, _Task] = {}
+            taken: dict[str, list[_Estimate]] = {}
+            while heap and len(tasks) < self._dry_runs.width and isinstance(heap[0][-1], _Estimate):
+                estimate = heapq.heappop(heap)[-1]  # type: ignore[assignment]
+                layout = estimate.layout
+                memory = estimate.memory + too_low.get(self._same_activations(layout), 0.0)
+                if self._same_activations(layout) in too_low and memory > self._core:
+                    reason = f"about {memory / 2**30:.1f} GiB, from one that keeps the same activations"
+                    ruled_out.append(RuledOut(layout=layout, reason=f"{reason}; {self._of_core()}"))
+                    continue
+                name = repr(layout if estimate.sample is None else estimate.sample)
+                if name not in self._samples:
+                    tasks[name] = layout if estimate.sample is None else estimate.sample
+                taken.setdefault(name, []).append(estimate)
+            for name, answer in self._dry_runs.answers(tasks.items(), 3 * best):
+                done += 1
+                if isinstance(tasks[name], _Sample):
+                    self._keep(name, answer)
+                elif isinstance(answer, Ranked):
+                    push(answer)
+                else:
+                    (estimate,) = taken[name]
+                    assert isinstance(answer, _Failed)
+                    if answer.memory is not None:
+                        same = self._same_activations(estimate.layout)
+                        too_low[same] = max(0.0, answer.memory - estimate.memory)
+                    ruled_out.append(RuledOut(layout=estimate.layout, reason=answer.reason))
+            progress(done, best - len(found))
+            for layout in (each.layout for name in taken if name in self._samples for each in taken[name]):
+                again = self._estimate(layout)
+                if isinstance(again, str):
+                    ruled_out.append(RuledOut(layout=layout, reason=again))
+                else:
+                    push(again)
+        progress(done, 0)
+        slower = [
+            Slower(layout=each.layout, seconds=seconds, counted=isinstance(each, Ranked))
+            for seconds, _, _, _, each in sorted(heap, key=lambda item: item[:4])
+        ]
+        return found, slower, ruled_out
 
     def _same_activations(self, layout: Layout) -> str:
         """What is equal for layouts that keep the same activations."""
@@ -364,9 +508,7 @@ class _Searcher:
             if any(axis.kind is AxisKind.STAGE and axis.degree > 1 for p in chosen for axis in p.axes()):
                 yield Layout(plugins=chosen, accumulation=1)
                 continue
-            for size in _MICRO_BATCHES:
-                if rows % size == 0:
-                    yield Layout(plugins=chosen, accumulation=rows // size)
+            yield from (Layout(plugins=chosen, accumulation=rows // size) for size in _micro_batches(rows))
 
     # ---- bounds ------------------------------------------------------------------------------------------------------
     def _cannot_fit(self, layout: Layout) -> str | None:
@@ -374,7 +516,7 @@ class _Searcher:
         sharded = math.prod(axis.degree for plugin in layout.plugins for axis in plugin.axes() if _shards(axis.kind))
         replicas = self._planner.world_size // sharded
         own = self._planner.parameters / sharded
-        parts = {part for plugin in layout.plugins for part in plugin.sharded_over_replicas()}
+        parts = _sharded(layout)
         width = 2 if self._planner.dtype == "bfloat16" else 4
         least = width * own / (replicas if "weights" in parts else 1)
         # Where the state is sharded, gradients may be summed into shards as they come.
@@ -397,64 +539,124 @@ class _Searcher:
         return None
 
     def _estimate(self, layout: Layout) -> _Estimate | str:
-        key = repr(_family(layout.plugins))
-        shallow = self._families[key]
-        stages = self._of_stage(layout.plugins)
-        if isinstance(shallow, str):
-            return shallow
-        if isinstance(stages, str):
-            return stages
-        ranks = 1 if stages is None else len(stages.blocks)
-        own = math.ceil(self._planner.layers / ranks)
-        if (key, own) not in self._sizes:
-            depth = min(own, self._planner.layers)
-            self._sizes[key, own] = extrapolate(shallow, depth, self._planner.blocks or "", depth - 1)
-        count = self._sizes[key, own]
+        family, stages = _family(layout.plugins), self._of_stage(layout.plugins)
         space = self._planner.space(layout.plugins)
         rows = self._planner.global_batch // space.data_ranks
-        batch = rows // (layout.accumulation if stages is None else stages.microbatches)
-        kept = 1.0
-        if stages is not None:
-            kept = max(stages.in_flight) / len(stages.blocks[0])
-        memory = self._memory(layout, count, batch, kept)
+        if isinstance(stages, str):
+            return stages
+        number = layout.accumulation if stages is None else stages.microbatches
+        own = sample = _Sample(family, rows // number)
+        if repr(own) not in self._samples:
+            sample = _Sample(family, 1)
+        counts = self._samples[repr(sample)]
+        if isinstance(counts, str):
+            return counts
+        times = (rows // number) / sample.rows
+        memory = self._memory(layout, sample, stages, times, number)
         if memory > self._core * _SLACK:
-            return f"about {memory / 2**30:.1f} GiB, estimated from one sample; {self._of_core()}"
-        busy = rows * count.operations / (self._instance.peak_tflops() * 1e12)
-        sending = rows * sum(flow.sent for flow in count.flows) / self._bandwidth(_inner(layout.plugins))
-        bubble = 0.0 if stages is None else stages.bubble
-        return _Estimate(layout, memory, (busy + sending) / (1 - bubble) + self._gradients(layout, count))
+            return f"about {memory / 2**30:.1f} GiB, estimated from one micro-batch; {self._of_core()}"
+        seconds = self._least_seconds(layout, sample, stages, times, number)
+        return _Estimate(layout, number, memory, seconds, None if sample == own else own)
 
-    def _memory(self, layout: Layout, count: StepCount, batch: int, kept: float) -> float:
-        """Bytes of a rank, from a step of one sample that began without optimizer state."""
-        parts = {part for plugin in layout.plugins for part in plugin.sharded_over_replicas()}
+    def _memory(
+        self, layout: Layout, sample: _Sample, stages: Stages | None, times: float, micro_batches: int
+    ) -> float:
+        """Bytes of a rank, from a step of a sample that began without optimizer state.
+
+        Args:
+            layout: the layout.
+            sample: the sample.
+            stages: those of its pipeline.
+            times: size of a micro-batch, by that of the sample.
+            micro_batches: number of micro-batches.
+        """
+        own = math.ceil(self._planner.layers / (1 if stages is None else len(stages.blocks)))
+        if (repr(sample), own) not in self._sizes:
+            shallow = self._samples[repr(sample)]
+            assert not isinstance(shallow, str)
+            self._sizes[repr(sample), own] = extrapolate(shallow, own, self._planner.blocks or "", own - 1)
+        count = self._sizes[repr(sample), own]
+        kept = 1.0 if stages is None else max(stages.in_flight) / len(stages.blocks[0])
+        parts = _sharded(layout)
         replicas = self._planner.space(layout.plugins).replicas
         elements = count.weights / (2 if self._planner.dtype == "bfloat16" else 4)
         held = count.weights / (replicas if "weights" in parts else 1)
         held += _STATE_BYTES * elements / replicas if "optimizer state" in parts else 2 * count.weights
         most = 0.0
         for peak in count.peaks:
-            now = peak.parts[GRADIENTS] / (replicas if "gradients" in parts else 1)
-            if peak.moment.phase in ("forward", "backward"):
-                now += batch * (kept * peak.parts[ACTIVATIONS] + peak.parts[TEMPORARY])
-            most = max(most, now)
+            gradients = float(peak.parts[GRADIENTS])
+            if peak.moment.phase in PASSES:
+                if micro_batches > 1:  # they wait for the last micro-batch
+                    gradients = max(gradients, count.weights)
+                gradients /= replicas if "gradients" in parts else 1
+                gradients += times * (kept * peak.parts[ACTIVATIONS] + peak.parts[TEMPORARY])
+            else:
+                gradients /= replicas if parts & {"gradients", "optimizer state"} else 1
+            most = max(most, gradients)
         return held + most
 
-    def _gradients(self, layout: Layout, count: StepCount) -> float:
-        """Seconds in which gradients are summed over replicas."""
+    def _least_seconds(
+        self, layout: Layout, sample: _Sample, stages: Stages | None, times: float, micro_batches: int
+    ) -> float:
+        """What the predicted time of a step is not below: the passes of all micro-batches, the update, and what of the
+        reduction of gradients cannot be hidden. See :meth:`_memory`."""
+        found = self._times_of(sample)
+        passes, products = (found.passes, found.products) if times == 1 else found.of_more(times)
+        parts, space = _sharded(layout), self._planner.space(layout.plugins)
+        if stages is None:
+            blocks = self._planner.layers
+            each, rest, weights = (line.of_model(blocks) for line in (passes, found.rest, found.weights))
+            hidden = 1.0
+        else:  # of the stage with most operations; only the last one has the head
+            last = len(stages.blocks) - 1
+            sizes = [sum(own) for own in stages.blocks]
+            operations = [size * found.operations.block for size in sizes]
+            operations[last] += found.operations.base
+            slowest = operations.index(max(operations))
+            each = sizes[slowest] * passes.block + (products.base if slowest == last else 0.0)
+            rest, weights = (sizes[slowest] * line.block for line in (found.rest, found.weights))
+            hidden = 1 - stages.bubble
+        rest /= space.replicas if "optimizer state" in parts else 1
+        reduction = self._reduction(layout, weights)
+        overlap = min(1.0, self._machine.overlap.at())
+        least = micro_batches * each / hidden + rest + (1 - overlap) * reduction
+        if stages is None and times == 1:
+            # Reduction begins in the last backward pass. Its second half, of weights, may run beside the update.
+            tail = 0.0 if "weights" in parts else reduction / 2
+            before = micro_batches * each - found.backward.of_model(self._planner.layers)
+            least = max(least, before + reduction / 2 + max(rest, tail))
+        return least
+
+    def _times_of(self, sample: _Sample) -> _Times:
+        key = repr(sample)
+        if key not in self._times:
+            counts = self._samples[key]
+            assert not isinstance(counts, str)
+            averaging = {axis.name for plugin in sample.family for axis in plugin.axes() if axis.kind in _AVERAGING}
+            axes = {m.axis for count in counts for _, trace in count.traces for m in trace.messages}
+            waits = frozenset(axis for axis in axes if averaging & {*axis.split(" x ")})
+            self._times[key] = _Times(counts, self._machine, waits)
+        return self._times[key]
+
+    def _reduction(self, layout: Layout, weights: float) -> float:
+        """Seconds in which gradients of so many bytes are summed over replicas, and weights gathered if only their
+        shards are updated, if nothing else is sent."""
         space = self._planner.space(layout.plugins)
         if space.replicas == 1:
             return 0.0
-        sent = 2 * count.weights * (space.replicas - 1) / space.replicas
-        return sent / self._bandwidth(self._planner.world_size)
+        inside = math.prod(axis.degree for p in layout.plugins for axis in p.axes() if axis.kind is not AxisKind.STAGE)
+        group = tuple(range(0, space.replicas * inside, inside))
+        sent = round(weights * (space.replicas - 1) / space.replicas)
 
-    def _bandwidth(self, extent: int) -> float:
-        """Bytes per second of a rank in groups within ``extent`` neighbouring ranks: NeuronLink, or EFA."""
-        return link_bandwidth(self._instance, extent)
+        def seconds(op: str, size: int) -> float:
+            return collective_seconds(self._machine, Message(op, "dp", group, size, self._planner.dtype))
+
+        return min(seconds("all_reduce", 2 * sent), seconds("reduce_scatter", sent) + seconds("all_gather", sent))
 
 
 # ---- dry runs, in one process or several -----------------------------------------------------------------------------
-_Task = tuple[StrategyPlugin, ...] | Layout
-"""Plugins whose steps of few blocks are run, or a layout that is counted."""
+_Task = _Sample | Layout
+"""A sample whose steps of few blocks are run, or a layout that is counted."""
 _Answer = Sequence[StepCount] | Ranked | _Failed
 _WORTHWHILE = 20.0
 """Seconds of dry runs from which on more processes gain more than their start takes."""
@@ -474,6 +676,11 @@ class _DryRuns:
         self._planner, self._arguments, self._calibration, self._jobs = planner, arguments, calibration, jobs
         self._processes: dict[Connection, SpawnProcess] = {}
         self._seconds: list[float] = []
+
+    @property
+    def width(self) -> int:
+        """Number of tasks that run at the same time."""
+        return max(1, len(self._processes))
 
     def answers(self, tasks: Iterable[tuple[str, _Task]], number: int) -> Iterator[tuple[str, _Answer]]:
         """Yields the name and the answer of each task, in order.
@@ -566,11 +773,11 @@ def _serve(connection: Connection, arguments: Mapping[str, Any], calibration: An
 
 def _answer(planner: Planner, calibration: Any, task: _Task) -> _Answer:
     try:
-        if not isinstance(task, Layout):
-            return planner.shallow(task)
-        count = planner.count(task.plugins, task.accumulation, rank=0, quick=True)
+        if isinstance(task, _Sample):
+            return planner.shallow(task.family, task.rows)
+        count = planner.count(task.plugins, task.accumulation, rank=0)
         if count.fits:  # other ranks may keep more
-            count = planner.count(task.plugins, task.accumulation, quick=True)
+            count = planner.count(task.plugins, task.accumulation)
     except NeuronAccelError as error:
         return _Failed(_first_line(error))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -587,15 +794,19 @@ def _answer(planner: Planner, calibration: Any, task: _Task) -> _Answer:
     return Ranked(layout=task, count=count, time=count.predict(calibration))
 
 
-# ---- layouts and links -----------------------------------------------------------------------------------------------
-def link_bandwidth(instance: Instance, extent: int) -> float:
-    """Bytes per second of one rank of ``instance`` to ranks among ``extent`` neighbours: a rank's part of the bandwidth
-    of its chip's NeuronLinks within a machine, of the machine's network beyond it; infinite if it is not known."""
-    full = instance.hardware().full
-    if extent <= full:
-        chip = max(1, instance.cores() // instance.chips)
-        return math.inf if instance.link_gb_per_s is None else instance.link_gb_per_s * 1e9 / chip
-    return math.inf if instance.efa_gbps is None else instance.efa_gbps * 1e9 / 8 / full
+# ---- layouts -----------------------------------------------------------------------------------------------
+_AVERAGING = (AxisKind.DATA, AxisKind.SEQUENCE)
+
+
+def _micro_batches(rows: int) -> list[int]:
+    """Sizes of micro-batches that are tried: the powers of two that divide a rank's samples, and all of them."""
+    powers = [1 << n for n in range(rows.bit_length()) if rows % (1 << n) == 0]
+    return powers if powers[-1] == rows else [*powers, rows]
+
+
+def _sharded(layout: Layout) -> set[str]:
+    """What is sharded over replicas."""
+    return {part for plugin in layout.plugins for part in plugin.sharded_over_replicas()}
 
 
 def _shards(kind: AxisKind) -> bool:
@@ -605,10 +816,6 @@ def _shards(kind: AxisKind) -> bool:
 
 def _family(plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...]:
     return tuple(plugin for plugin in plugins if plugin.spec.phase not in _REST)
-
-
-def _inner(plugins: tuple[StrategyPlugin, ...]) -> int:
-    return math.prod(axis.degree for plugin in _family(plugins) for axis in plugin.axes())
 
 
 def _offering() -> list[type[StrategyPlugin]]:

@@ -34,6 +34,9 @@ FIXED = "fixed cost of kernels"
 WAITING = "waiting for"
 BUBBLE = "bubble"
 
+PASSES = ("forward", "backward")
+"""The phases whose time grows with the number of micro-batches."""
+
 _MULTIPLIES = ("product", "batched product", "attention")
 _ROUNDS = {"all_reduce": 2}
 """How often a collective traverses the ring; once if it is missing."""
@@ -109,7 +112,7 @@ def predict_time(
             why="it was counted on a real rank, where the order of kernels and collectives is not recorded",
             fix="count a dry run, with backend=DryRun(world_size=...), or measure the time on real ranks",
         )
-    constants = _constants(machine, calibration)
+    constants = constants_of(machine, calibration)
     totals: dict[Bound, float] = {}
     parts: Counter[str] = Counter()
     spans: Sequence[Span] = ()
@@ -119,8 +122,9 @@ def predict_time(
         for factor, trace in counts.traces:
             run = _Run(constants, bound)
             run.play(trace)
-            run.parts[BUBBLE] = run.passes * bubble / (1 - bubble)  # type: ignore[assignment]
-            for part, seconds in run.parts.items():
+            passes = sum(seconds for (phase, _), seconds in run.spent.items() if phase in PASSES)
+            run.spent["", BUBBLE] = passes * bubble / (1 - bubble)  # type: ignore[assignment]
+            for (_, part), seconds in run.spent.items():
                 found[part] += factor * seconds  # type: ignore[assignment]  # a counter of seconds
             if bound == "likely" and factor > 0:
                 spans = run.spans
@@ -139,7 +143,8 @@ def predict_time(
     )
 
 
-def _constants(machine: Instance | Machine | str, calibration: Machine | None) -> Machine:
+def constants_of(machine: Instance | Machine | str, calibration: Machine | None) -> Machine:
+    """Returns the constants of a machine, or the measured ones and of the machine what was not measured."""
     found = find_instance(machine) if isinstance(machine, str) else machine
     base = found if isinstance(found, Machine) else machine_of(found)
     if calibration is None:
@@ -157,9 +162,8 @@ class _Run:
 
     def __init__(self, machine: Machine, bound: Bound) -> None:
         self._machine, self._bound = machine, bound
-        self.parts: Counter[str] = Counter()
         self.spans: list[Span] = []
-        self.passes = 0.0  # time in forward and backward passes
+        self.spent: Counter[tuple[str, str]] = Counter()  # seconds by phase and part
         self._phase = ""
         self._now = self._free = 0.0
 
@@ -197,10 +201,32 @@ class _Run:
         self.spans.append(Span("compute", work.phase, start, self._now))
 
     def _spend(self, part: str, seconds: float) -> None:
-        self.parts[part] += seconds  # type: ignore[assignment]  # a counter of seconds
+        self.spent[self._phase, part] += seconds  # type: ignore[assignment]  # a counter of seconds
         self._now += seconds
-        if self._phase in ("forward", "backward"):
-            self.passes += seconds
+
+
+def spent_seconds(counts: StepCount, machine: Machine) -> dict[tuple[str, str], float]:
+    """Returns the likely seconds of a step by phase, and what they are spent on, as in :attr:`StepTime.parts`."""
+    found: Counter[tuple[str, str]] = Counter()
+    for factor, trace in counts.traces:
+        run = _Run(machine, "likely")
+        run.play(trace)
+        for what, seconds in run.spent.items():
+            found[what] += factor * seconds  # type: ignore[assignment]  # a counter of seconds
+    return dict(found)
+
+
+def multiplying_seconds(counts: StepCount, machine: Machine, times: float = 1.0) -> float:
+    """Returns the seconds of the products in the passes of a step if nothing but their operations took time, and each
+    had ``times`` as many."""
+    found = 0.0
+    for factor, trace in counts.traces:
+        works = [event for event in trace.events if not isinstance(event, Event) and event.phase in PASSES]
+        for kernel, number in (each for work in works for each in work.kernels):
+            if kernel.kind in _MULTIPLIES:
+                operations = times * kernel.operations
+                found += factor * number * operations / _rate(machine, kernel.kind, kernel.dtype).at(operations)
+    return found
 
 
 def kernel_seconds(machine: Machine, kernel: Kernel, bound: Bound = "likely") -> float:
