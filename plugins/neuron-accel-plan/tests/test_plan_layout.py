@@ -230,6 +230,15 @@ def test_a_model_that_is_not_there(tmp_path):
         planned(tmp_path)
 
 
+def test_gradients_that_wait_for_the_last_micro_batch_are_gradients(folder):
+    from neuron_accel import Zero1Plugin
+
+    once, twice = (planned(folder, plugins=[Zero1Plugin()], accumulation=steps).step for steps in (1, 2))
+    most = [max(peak.parts["gradients"] for peak in step.peaks) for step in (once, twice)]
+    assert most[0] == pytest.approx(once.weights / 4, rel=0.01)  # this rank's eighth, in fp32
+    assert most[1] == pytest.approx(1.25 * twice.weights, rel=0.01)
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 def command(folder, *words):
     return main(

@@ -36,8 +36,9 @@ TEMPORARY = "temporary"
 HOST = "host"
 PARTS = (WEIGHTS, GRADIENTS, MASTERS, STATE, ACTIVATIONS, BUCKETS, TEMPORARY)
 """What memory is for: parameters and buffers of the model, of fully sharded ones this rank's elements and those that
-are gathered; gradients that an optimizer receives; what an optimizer updates instead of the weights; its state; what
-lives from the forward pass to the backward pass; memory that is kept from step to step for communication; all else."""
+are gathered; gradients that an optimizer receives, or that wait for the last micro-batch; what an optimizer updates
+instead of the weights; its state; what lives from the forward pass to the backward pass; memory that is kept from step
+to step for communication; all else."""
 
 
 @dataclass(frozen=True)

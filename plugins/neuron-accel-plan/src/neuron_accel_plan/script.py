@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from neuron_accel import DryRun, find_instance
 from neuron_accel.contract import NeuronAccelError, Phase, PluginSpec, Stages, StrategyPlugin, UsageError
 from neuron_accel_plan.layout import LayoutCount, accelerate_set_aside
-from neuron_accel_plan.memory import HOST, WEIGHTS, StepCounter
-from neuron_accel_plan.step import StepCount, flows_of, kept_tensors, no_collection
+from neuron_accel_plan.memory import GRADIENTS, HOST, WEIGHTS, StepCounter
+from neuron_accel_plan.step import StepCount, flows_of, kept_tensors, no_collection, waiting_gradients
 from neuron_accel_plan.trace import Tracer
 
 if TYPE_CHECKING:
@@ -245,6 +245,8 @@ class _Recorder:
     def backward_ends(self) -> None:
         from accelerate.state import GradientState
 
+        for model in () if self._run is None else self._run.models:
+            self.counter.label(waiting_gradients(model.module), GRADIENTS)
         self.enter("clipping" if GradientState().sync_gradients else "forward")
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:

@@ -166,6 +166,14 @@ def kept_tensors(model: PreparedModel | None) -> Iterator[torch.Tensor]:
             yield record.current
 
 
+def waiting_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the gradients that wait for the last micro-batch. Those that are reduced are read elsewhere: they are what
+    the optimizer updates with."""
+    for parameter in model.parameters():
+        if type(parameter.grad) is torch.Tensor:
+            yield parameter.grad
+
+
 def _own_blocks(container: nn.Module) -> tuple[int, ...]:
     """Indices of blocks with parameters: the others are those of other ranks."""
     return tuple(int(name) for name, block in container.named_children() if any(True for _ in block.parameters()))
@@ -200,6 +208,7 @@ def _train(
             with counter.during("backward"):
                 accelerator.backward(loss)
                 del loss
+                counter.label(waiting_gradients(model), GRADIENTS)
             if accelerator.sync_gradients and max_norm is not None:
                 with counter.during("clipping"):
                     accelerator.clip_grad_norm_(model.parameters(), max_norm)
