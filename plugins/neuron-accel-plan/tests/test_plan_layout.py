@@ -239,6 +239,23 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_gradients(folder):
     assert most[1] == pytest.approx(1.25 * twice.weights, rel=0.01)
 
 
+def test_micro_batches_are_extrapolated_one_by_one():
+    """Gradients of the first micro-batch wait, and grow with the depth; those of the second are reduced as they come.
+    Which of the two peaks is larger differs between two and three blocks."""
+    from neuron_accel_plan.memory import GRADIENTS, PARTS, TEMPORARY, Moment, Peak
+    from neuron_accel_plan.step import StepCount, extrapolate
+
+    def count(depth):
+        def peak(time, **parts):
+            return Peak(Moment("backward", "head", True, time), {**dict.fromkeys(PARTS, 0), **parts})
+
+        first, second = {GRADIENTS: 10 * depth}, {GRADIENTS: 1, TEMPORARY: 25}
+        return StepCount(peaks=(peak(0, **first), peak(1, **second)), flows=(), operations=0, weights=0)
+
+    found = extrapolate([count(2), count(3)], 10, "layers", 9)
+    assert {peak.moment.time: peak.total for peak in found.peaks} == {0: 100, 1: 26}
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 def command(folder, *words):
     return main(

@@ -11,6 +11,7 @@ convolutions and attention kernels, a multiplication and an addition each.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -49,11 +50,13 @@ class Moment:
         phase: name of the phase: ``"forward"``, ``"backward"``, ``"clipping"`` or ``"optimizer step"``.
         module: FQN of the innermost module whose forward or backward pass runs; empty outside of modules.
         passed: whether a block of the model was entered before in this phase.
+        time: how often this phase was entered before: with accumulation, the number of the micro-batch.
     """
 
     phase: str
     module: str = ""
     passed: bool = False
+    time: int = 0
 
     def __str__(self) -> str:
         return f"{self.phase} of {self.module}" if self.module else self.phase
@@ -164,6 +167,7 @@ class StepCounter(TorchDispatchMode):
         self._all: list[_Storage] = []
         self._clock, self._now = 0, 0
         self._phase = "preparation"
+        self._entered: Counter[str] = Counter()
         self._peaks: dict[Moment, tuple[int, int]] = {}  # bytes and time
         self._position: _Position | None = None
         self._differentiating = False
@@ -253,7 +257,8 @@ class StepCounter(TorchDispatchMode):
         self._all.append(found)
         self._now += found.nbytes
         at = self._position
-        moment = Moment(phase) if at is None else Moment(phase, at.module, at.passed)
+        time = max(0, self._entered[phase] - 1)
+        moment = Moment(phase, time=time) if at is None else Moment(phase, at.module, at.passed, time)
         if self._now > self._peaks.get(moment, (0, 0))[0]:
             self._peaks[moment] = (self._now, self._clock)
         return found
@@ -285,6 +290,7 @@ class StepCounter(TorchDispatchMode):
         """A context in which what is allocated belongs to ``phase``. What is allocated in ``"forward"`` and is alive at
         its end, or when a backward pass begins in it, is a saved activation."""
         previous, self._phase = self._phase, phase
+        self._entered[phase] += 1
         if self._position is not None:
             self._position.clear()
         try:
@@ -304,6 +310,7 @@ class StepCounter(TorchDispatchMode):
         """Resets the peaks to what is alive now."""
         self._follow(self._live)
         self._peaks = {}
+        self._entered.clear()
         self._all = [storage for storage in self._all if storage.died is None]
 
     def peaks(self) -> list[Peak]:

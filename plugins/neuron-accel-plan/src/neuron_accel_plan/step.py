@@ -259,7 +259,7 @@ def extrapolate(counts: Sequence[StepCount], depth: float, blocks: str, last: in
         first, second = (found[place] for found in places)
         least = second.parts if depth >= DEPTHS[1] else dict.fromkeys(PARTS, 0)
         parts = {part: max(least[part], at(first.parts[part], second.parts[part])) for part in PARTS}
-        peaks.append(Peak(_moved(second.moment, last if place[1].startswith("last") else None, blocks), parts))
+        peaks.append(Peak(_moved(second.moment, last if place[2].startswith("last") else None, blocks), parts))
     flows = [{_kind(flow): flow for flow in count.flows} for count in counts]
     return StepCount(
         peaks=tuple(peaks),
@@ -334,10 +334,10 @@ def _kind(flow: Flow) -> tuple[str, str, int, str]:
     return flow.op, flow.axis, flow.ranks, flow.dtype
 
 
-def _by_place(count: StepCount, blocks: str) -> dict[tuple[str, str], Peak]:
-    """The largest peak of each phase before, after, and in the first and the last block of each of the rank's stages,
-    which are runs of neighbouring blocks."""
-    found: dict[tuple[str, str], Peak] = {}
+def _by_place(count: StepCount, blocks: str) -> dict[tuple[str, int, str], Peak]:
+    """The largest peak of each phase of each micro-batch before, after, and in the first and the last block of each of
+    the rank's stages, which are runs of neighbouring blocks."""
+    found: dict[tuple[str, int, str], Peak] = {}
     starts = [index for index in count.blocks if index - 1 not in count.blocks]
     ends = [index for index in count.blocks if index + 1 not in count.blocks]
     for peak in count.peaks:
@@ -348,9 +348,10 @@ def _by_place(count: StepCount, blocks: str) -> dict[tuple[str, str], Peak]:
             place = f"first {starts.index(index)}" if index in starts else f"last {ends.index(index)}"
         else:
             continue
-        known = found.get((peak.moment.phase, place))
+        key = peak.moment.phase, peak.moment.time, place
+        known = found.get(key)
         if known is None or peak.total > known.total:
-            found[peak.moment.phase, place] = peak
+            found[key] = peak
     return found
 
 
@@ -365,4 +366,4 @@ def _moved(moment: Moment, last: int | None, blocks: str) -> Moment:
     if index is None or last is None:
         return moment
     rest = moment.module[len(f"{blocks}.{index}") :]
-    return Moment(moment.phase, f"{blocks}.{last}{rest}", moment.passed)
+    return replace(moment, module=f"{blocks}.{last}{rest}")
