@@ -256,6 +256,50 @@ def test_micro_batches_are_extrapolated_one_by_one():
     assert {peak.moment.time: peak.total for peak in found.peaks} == {0: 100, 1: 26}
 
 
+def test_changes_that_need_less_memory_are_counted(folder, monkeypatch):
+    from neuron_accel_plan import plan_command
+    from neuron_accel_plan.changes import _changes, smaller
+    from neuron_accel_plan.layout import Planner
+    from neuron_accel_plan.search import Layout
+
+    from neuron_accel import ActivationCheckpointingPlugin, FullyShardedPlugin, TensorParallelPlugin, Zero1Plugin
+
+    kinds = [TensorParallelPlugin, ActivationCheckpointingPlugin, Zero1Plugin, FullyShardedPlugin]
+    monkeypatch.setattr("neuron_accel_plan.changes.offering", lambda: kinds)
+    monkeypatch.setattr(ActivationCheckpointingPlugin, "layouts", classmethod(lambda cls, space: [cls()]))
+    planner = Planner(folder, world_size=8, global_batch=16, sequence=64, instance="trn1.32xlarge")
+    layout = Layout(plugins=(Zero1Plugin(),), accumulation=2)
+    counted = planner.count(layout.plugins, layout.accumulation)
+    changes = smaller(planner, counted, layout)
+    found = {change.what: change.count.step.peak.total for change in changes}
+    tried = {what for what, _ in _changes(planner, layout)}
+    names = {"tensor_parallel(tensor_parallel_size=2)", "activation_checkpointing", "fully_sharded instead of zero1"}
+    assert tried == {*names, "zero1(use_grad_acc_hook=True)", "accumulation 4"}
+    assert {*found} == names  # for 4 micro-batches there are too few samples, and buckets are larger than this model
+    assert [*found.values()] == sorted(found.values())
+    recomputed = planner.count([Zero1Plugin(), ActivationCheckpointingPlugin()], 2).step.peak.total
+    assert found["activation_checkpointing"] == pytest.approx(recomputed, rel=0.05)
+    text = "\n".join(plan_command.describe_changes(changes))
+    assert sorted(found, key=lambda what: text.index(f"\n{what}")) == [*found]
+
+
+def test_what_fits_leaves_a_reserve(folder):
+    from neuron_accel_plan.layout import verdict_of
+
+    assert [verdict_of(peak, 100, 10) for peak in (90, 91, 100, 101)] == ["fits", "tight", "tight", "does NOT fit"]
+    counted = planned(folder, instance="trn1.32xlarge")
+    assert counted.reserve == round(0.1 * counted.core_bytes)
+    assert (counted.fits, counted.verdict) == (True, "fits")
+    tight = replace(counted, core_bytes=round(counted.step.peak.total / 0.95), reserve=counted.step.peak.total // 9)
+    assert (tight.fits, tight.verdict) == (False, "tight")
+    assert replace(tight, reserve=0).fits
+    for wrong, words in ((16 << 30, "16 GiB is not possible"), (-1, "is not possible")):
+        with pytest.raises(ConfigurationError, match=words):
+            planned(folder, instance="trn1.32xlarge", reserve=wrong)
+    with pytest.raises(ConfigurationError, match="without an instance"):
+        planned(folder, reserve=1)
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 def command(folder, *words):
     return main(
@@ -284,7 +328,7 @@ def test_what_does_not_fit_is_an_exit_code(folder, capsys, monkeypatch):
     assert command(folder, "--instance", "trn1.32xlarge") == 1
     text = capsys.readouterr().out
     assert "does NOT fit" in text
-    assert "the largest part" in text
+    assert "what needs less memory, each counted" in text
 
 
 def test_json_has_plain_numbers(folder, capsys):
@@ -300,6 +344,9 @@ def test_errors_name_options(folder, capsys):
     assert "--tensor-parallel-size" in capsys.readouterr().err
     assert command(folder, "--tensor-parallel-size", "0") == 2
     assert "--tensor-parallel-size is 0" in capsys.readouterr().err
+    for size in ("0.5", "a lot"):
+        assert command(folder, "--instance", "trn1.32xlarge", "--reserve", size) == 2
+        assert "write 1.5GiB" in capsys.readouterr().err
     assert command(folder, "--tensor-parallel-size", "3") == 2
     assert "32 ranks cannot be divided into groups of 3" in capsys.readouterr().err
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from neuron_accel_plan.plan_command import fits
+from neuron_accel_plan.plan_command import brief
 
-from neuron_accel import find_instance
 from neuron_accel.commands import main
 
 SCRIPT = """
@@ -40,14 +39,39 @@ def test_the_launcher_runs_the_script_dry_and_warns_only(tmp_path, capfd):
     assert "no such option: --fail" in output.err
 
 
-def test_what_does_not_fit_is_named():
-    parts, step = {"weights": 6 << 30, "saved activations": 20 << 30}, "the second step of rank 0"
-    text = fits(parts, step, find_instance("trn2.48xlarge"), 1)
-    assert text.startswith("WARNING: this run does NOT fit: 26 GiB")
-    assert "more than the 12 GiB of a core of trn2.48xlarge" in text
-    assert "saved activations, becomes smaller with recomputation" in text
-    parts["weights"] = 0
-    assert fits(parts, step, find_instance("trn2.48xlarge"), 2).startswith("memory: 20 GiB at the peak of the second")
+def test_what_does_not_fit_or_is_tight_is_named():
+    from neuron_accel_plan.layout import LayoutCount
+    from neuron_accel_plan.memory import Moment, Peak
+    from neuron_accel_plan.step import StepCount
+
+    def counted(**parts: int) -> LayoutCount:
+        step = StepCount(peaks=(Peak(Moment("backward"), parts),), flows=(), operations=0, weights=0)
+        return LayoutCount(
+            model="Llama",
+            parameters=1,
+            mesh="dp 2",
+            plugins=(),
+            rank=0,
+            micro_batch=1,
+            accumulation=1,
+            sequence=8,
+            layers=1,
+            extrapolated=False,
+            step=step,
+            slowest=step,
+            instance="trn2.48xlarge",
+            core_bytes=24 << 30,
+            reserve=2 << 30,
+        )
+
+    step = "the second step of rank 0"
+    text = brief(counted(weights=6 << 30, activations=20 << 30), step)
+    assert text.startswith("WARNING: this run does NOT fit: 26 GiB at the peak of the second step of rank 0")
+    assert "more than the 24 GiB of a core of trn2.48xlarge; most of it is activations, 20 GiB" in text
+    text = brief(counted(weights=3 << 30, activations=20 << 30), step)
+    assert text.startswith("WARNING: this run is tight: 23 GiB")
+    assert "96% of the 24 GiB of a core of trn2.48xlarge, which does not leave 2 GiB" in text
+    assert brief(counted(activations=20 << 30), step).startswith("memory: 20 GiB at the peak of the second")
 
 
 def test_an_unknown_instance_is_refused(tmp_path, capsys):

@@ -91,7 +91,7 @@ def test_a_page_is_well_formed_and_needs_nothing_else():
     assert "script" not in page.tags
     assert not re.search(r"https?:|src=|url\(|@import", text)
     assert "Llama &amp; Co on tp2 x dp2 &lt;best&gt;" in text
-    for words in ("does not fit its 16.00 GiB", "2 s, between 1 s and 4 s", "assumed (a test)"):
+    for words in ("does NOT fit: 16.00 GiB, of which", "2 s, between 1 s and 4 s", "assumed (a test)"):
         assert words in text
     memory, timeline, parts, traffic, frontier = pictures(text)
     titles = [title.text for title in memory.iter("title")]

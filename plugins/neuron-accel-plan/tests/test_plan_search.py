@@ -106,7 +106,7 @@ def test_a_search_finds_what_counting_all_layouts_finds(folder, monkeypatch, nam
     import neuron_accel
     from neuron_accel import Instance, find_instance
 
-    monkeypatch.setattr(search, "_offering", lambda: [getattr(neuron_accel, name) for name in names])
+    monkeypatch.setattr(search, "offering", lambda: [getattr(neuron_accel, name) for name in names])
     monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: core)
     arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 128, "instance": "trn1.2xlarge"}
     planner = Planner(**arguments)

@@ -133,6 +133,19 @@ class Machine:
 _SHARE = "of which the share that kernels achieve is assumed"
 
 
+RESERVE = 0.1
+"""Fraction of a core's memory that is left to the runtime, compiled graphs and collectives."""
+RESERVE_SOURCE = (
+    "assumed (10% of a core, on all instances alike: the runtime, code and constants of compiled graphs, and buffers "
+    "and descriptors of collectives take memory of the device, and how much is not published)"
+)
+
+
+def reserve_of(core_bytes: int) -> int:
+    """Returns the bytes of a core that a step is assumed not to have."""
+    return round(RESERVE * core_bytes)
+
+
 def machine_of(instance: Instance, lnc: int | None = None) -> Machine:
     """Returns the constants of an instance, of one logical core. Rates are those that AWS publishes; the shares of them
     that a training achieves, latencies and overlap are not published in a usable form and are assumed, with wide

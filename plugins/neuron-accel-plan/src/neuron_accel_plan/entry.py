@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from neuron_accel.contract import ConfigurationError, load_config
 from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
-from neuron_accel_plan.search import Search, search
+from neuron_accel_plan.search import Layout, Search, search
 
 if TYPE_CHECKING:
     from neuron_accel.contract import StrategyPlugin
@@ -29,6 +29,7 @@ def plan(
     instance: str | None = None,
     dtype: str = "bfloat16",
     attention: str = "eager",
+    reserve: int | None = None,
     rank: int | None = None,
     full_depth: bool = False,
 ) -> LayoutCount: ...
@@ -42,6 +43,7 @@ def plan(
     sequence: int,
     dtype: str = "bfloat16",
     attention: str = "eager",
+    reserve: int | None = None,
     price_per_hour: float | None = None,
     calibration: Machine | None = None,
     best: int = 10,
@@ -61,6 +63,7 @@ def plan(
     instance: str | None = None,
     dtype: str = "bfloat16",
     attention: str = "eager",
+    reserve: int | None = None,
     rank: int | None = None,
     full_depth: bool = False,
     **options: Any,
@@ -85,6 +88,8 @@ def plan(
         instance: instance type, against whose limits and core memory the layout is checked.
         dtype: dtype of the weights, ``"bfloat16"`` or ``"float32"``.
         attention: ``attn_implementation`` of transformers.
+        reserve: bytes of a core that are left to what is not counted, the runtime, compiled graphs and collectives; by
+            default 10% of the core's memory.
         rank: the rank that is counted; by default the one that keeps the most, of which each stage of a pipeline has
             its own.
         full_depth: whether to run all blocks and micro-batches, instead of few and extrapolating.
@@ -119,6 +124,7 @@ def plan(
             sequence=sequence,
             dtype=dtype,
             attention=attention,
+            reserve=reserve,
             **options,
         )
     if world_size is None or options:
@@ -126,6 +132,33 @@ def plan(
             f"{', '.join(options)} belong to a search." if options else "The number of ranks is not given.",
             fix="pass world_size to count one layout, or instances to search",
         )
+    planner, layout = layout_of(
+        model,
+        world_size=world_size,
+        global_batch=global_batch,
+        sequence=sequence,
+        plugins=plugins,
+        config=config,
+        accumulation=accumulation,
+        instance=instance,
+        dtype=dtype,
+        attention=attention,
+        reserve=reserve,
+    )
+    with no_collection_of_what_is_there():
+        return planner.count(layout.plugins, layout.accumulation, rank=rank, full_depth=full_depth)
+
+
+def layout_of(
+    model: str | os.PathLike[str] | Any,
+    *,
+    world_size: int,
+    plugins: Sequence[StrategyPlugin] = (),
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    accumulation: int | None = None,
+    **arguments: Any,
+) -> tuple[Planner, Layout]:
+    """Returns what counts layouts of a model, and the layout that is given; see :func:`plan`."""
     accelerate: dict[str, Any] = {}
     chosen = list(plugins)
     if config is not None:
@@ -138,15 +171,5 @@ def plan(
                 fix="leave one of them out",
             )
         accumulation = steps if accumulation is None else accumulation
-    planner = Planner(
-        model,
-        world_size=world_size,
-        global_batch=global_batch,
-        sequence=sequence,
-        instance=instance,
-        dtype=dtype,
-        attention=attention,
-        options=accelerate,
-    )
-    with no_collection_of_what_is_there():
-        return planner.count(chosen, accumulation or 1, rank=rank, full_depth=full_depth)
+    planner = Planner(model, world_size=world_size, options=accelerate, **arguments)
+    return planner, Layout(plugins=tuple(chosen), accumulation=accumulation or 1)

@@ -27,7 +27,7 @@ from neuron_accel.contract import (
     dry_plan,
     model_without_weights,
 )
-from neuron_accel_plan.calibration import Machine
+from neuron_accel_plan.calibration import Machine, reserve_of
 from neuron_accel_plan.shapes import Results
 from neuron_accel_plan.step import DEPTHS, StepCount, count_step, extrapolate, repeat
 from neuron_accel_plan.time import StepTime, predict_time
@@ -40,6 +40,13 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float32")
 INSIDE, BETWEEN = "NeuronLink", "EFA"
 """Links within a machine and between machines."""
+FITS, TIGHT, TOO_LARGE = "fits", "tight", "does NOT fit"
+
+
+def verdict_of(peak: int, core_bytes: int, reserve: int) -> str:
+    """Returns whether so many bytes fit a core, of which some are reserved: :data:`FITS`, :data:`TIGHT` or
+    :data:`TOO_LARGE`."""
+    return FITS if peak + reserve <= core_bytes else TIGHT if peak <= core_bytes else TOO_LARGE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +70,7 @@ class LayoutCount:
         bubble: fraction of time, from 0 to 1, in which the rank that computes longest waits for other stages.
         instance: the instance type, or None.
         core_bytes: memory of one of its cores, or None.
+        reserve: bytes of it that are left to what is not counted: the runtime, compiled graphs and collectives.
         axes: the axes of the mesh, outer to inner, and their degrees.
         tokens: tokens in a step, over all ranks.
         passes: of a pipeline, what the ranks of each stage compute and when, in the time of one forward pass.
@@ -83,6 +91,7 @@ class LayoutCount:
     bubble: float = 0.0
     instance: str | None = None
     core_bytes: int | None = None
+    reserve: int = 0
     axes: tuple[tuple[str, int], ...] = ()
     tokens: int = 0
     passes: tuple[tuple[tuple[str, float, float], ...], ...] = field(default=(), repr=False)
@@ -130,9 +139,16 @@ class LayoutCount:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak of memory is at most that of a core; None without an instance. What the runtime and compiled
-        graphs take is not counted."""
-        return None if self.core_bytes is None else self.step.peak.total <= self.core_bytes
+        """Whether the peak of memory leaves the reserve of a core; None without an instance."""
+        return None if self.core_bytes is None else self.verdict == FITS
+
+    @property
+    def verdict(self) -> str | None:
+        """``"fits"``; ``"tight"``, if it fits only without the reserve; or ``"does NOT fit"``. None without an
+        instance."""
+        if self.core_bytes is None:
+            return None
+        return verdict_of(self.step.peak.total, self.core_bytes, self.reserve)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain numbers and text: bytes, operations, messages."""
@@ -142,6 +158,7 @@ class LayoutCount:
             **plain,
             "plugins": list(self.plugins),
             "fits": self.fits,
+            "verdict": self.verdict,
             "memory": {"total": peak.total, "moment": str(peak.moment), "parts": dict(peak.parts)},
             "traffic": [asdict(flow) for flow in self.step.flows],
             "sent_by_link": self.by_link(),
@@ -175,7 +192,7 @@ class Planner:
     """Counts layouts of one model on a number of ranks. Steps that several layouts have in common are run once.
 
     Args:
-        model, world_size, global_batch, sequence, instance, dtype, attention: see :func:`plan`.
+        model, world_size, global_batch, sequence, instance, dtype, attention, reserve: see :func:`plan`.
         options: further options of the accelerator.
 
     Raises:
@@ -192,6 +209,7 @@ class Planner:
         instance: str | None = None,
         dtype: str = "bfloat16",
         attention: str = "eager",
+        reserve: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.instance: Instance | None = None if instance is None else find_instance(instance)
@@ -200,6 +218,8 @@ class Planner:
         for name, number in (("world_size", world_size), ("global_batch", global_batch), ("sequence", sequence)):
             if number < 1:
                 raise ConfigurationError(f"{name} is {number}.", fix="pass at least 1")
+        self.core_bytes = None if self.instance is None else self.instance.core_bytes()
+        self.reserve = checked_reserve(reserve, self.core_bytes)
         self.config = _configuration(model)
         self.config._attn_implementation, self.config.use_cache = attention, False
         _check_sequence(self.config, sequence)
@@ -285,7 +305,8 @@ class Planner:
             bubble=0.0 if stages is None else stages.bubble,
             passes=() if stages is None else stages.passes,
             instance=None if self.instance is None else self.instance.name,
-            core_bytes=None if self.instance is None else self.instance.core_bytes(),
+            core_bytes=self.core_bytes,
+            reserve=self.reserve,
             axes=tuple((axis.name, axis.degree) for axis in plan.mesh.axes),
             tokens=self.global_batch * self.sequence,
         )
@@ -427,6 +448,28 @@ class Planner:
                 )
             finally:
                 accelerator.end_training()
+
+
+def checked_reserve(reserve: int | None, core_bytes: int | None) -> int:
+    """Returns the bytes of a core that are reserved: ``reserve``, or what is assumed; 0 without a core.
+
+    Raises:
+        ConfigurationError: if it is negative, more than a core has, or there is no core.
+    """
+    if reserve is None:
+        return 0 if core_bytes is None else reserve_of(core_bytes)
+    if core_bytes is None:
+        raise ConfigurationError(
+            "A reserve has no effect without an instance.", where="reserve", fix="name an instance, or leave it out"
+        )
+    if not 0 <= reserve < core_bytes:
+        raise ConfigurationError(
+            f"A reserve of {reserve / 2**30:.3g} GiB is not possible.",
+            where="reserve",
+            why=f"a core has {core_bytes / 2**30:.3g} GiB",
+            fix="pass less than that, and at least 0",
+        )
+    return reserve
 
 
 def _different_ranks(mesh: Mesh, stages: Stages, quick: bool) -> list[int]:

@@ -7,12 +7,13 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,8 @@ from neuron_accel.commands import (
 from neuron_accel.contract import ConfigurationError, NeuronAccelError
 
 if TYPE_CHECKING:
-    from neuron_accel import Instance
     from neuron_accel.contract import StrategyPlugin
+    from neuron_accel_plan.changes import Change
     from neuron_accel_plan.layout import LayoutCount
     from neuron_accel_plan.script import ScriptCount
     from neuron_accel_plan.search import Search
@@ -51,8 +52,9 @@ With a training script instead of a model, the unchanged script is dry-run up to
 and that step is counted. Its arguments follow --. It runs as one rank of --nproc-per-node x --nnodes; what it prints
 goes to stderr, and files that it writes until then are written. Values that it reads (loss.item()) are zeros.
 
-Memory is that of the tensors which are alive at the peak of a step. The memory of the runtime and of compiled graphs is
-not counted. Of the stages of a pipeline, the one with the most memory is shown. Autocast (mixed_precision) is refused.
+Memory is that of the tensors which are alive at the peak of a step. What the runtime, compiled graphs and collectives
+take is not counted: 10% of a core are reserved for it (--reserve), which is an assumption. Of the stages of a pipeline,
+the one with the most memory is shown. Autocast (mixed_precision) is refused.
 
 With an instance or a calibration (see `neuron-accel calibrate`) the time of a step is predicted, as an interval: that
 of public constants, of which the share a training achieves is assumed, or of measured ones.
@@ -61,7 +63,7 @@ With --instances, all layouts that the installed plugins support are searched fo
 time: what does not fit is ruled out, and what is slower by a bound is not counted. That takes a minute or more, on all
 cores (--jobs); progress is shown on a terminal.
 
-The exit code is 1 if an instance is named and the layout, or none, fits its cores.
+The exit code is 1 if an instance is named and the layout, or none, fits its cores and leaves the reserve.
 """
 EXAMPLES = """\
 examples:
@@ -73,17 +75,6 @@ examples:
   neuron-accel plan train.py --nproc-per-node 32 --nnodes 16 --instance trn1.32xlarge -- --epochs 3
   neuron-accel plan --model config.json --world-size 64 --global-batch 64 --sequence 2048 --config train.yaml --json
 """
-LESS = {
-    "weights": "more tensor parallelism, a pipeline, or fully sharded parameters",
-    "gradients": "ZeRO-1, or more tensor parallelism",
-    "master weights": "ZeRO-1, or more ranks",
-    "optimizer state": "ZeRO-1, or more ranks",
-    "saved activations": "recomputation, sequence parallelism, or smaller micro-batches that are accumulated",
-    "buckets": "a smaller bucket_cap_mb in the configuration",
-    "temporary": "smaller micro-batches that are accumulated, flash attention, or sequence parallelism",
-}
-"""What makes each part of memory smaller."""
-
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 """Those of PipelineParallelPlugin, whose module would import torch."""
 
@@ -141,6 +132,9 @@ def add_arguments(parser: Parser) -> None:
     where.add_argument("--world-size", type=int, metavar="N", help="number of ranks (cores), to count one layout")
     where.add_argument("--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge: limits, core memory")
     where.add_argument(
+        "--reserve", metavar="SIZE", help="of a core, for what is not counted: 1.5GiB, 5%% (default: 10%%)"
+    )
+    where.add_argument(
         "--calibration", type=Path, metavar="FILE", help="constants of neuron-accel calibrate, to predict time with"
     )
     where.add_argument(
@@ -165,37 +159,44 @@ def _cores() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from neuron_accel_plan.entry import plan
-
     if args.script is not None:
         return _count_script(args)
     _check_model(args)
     if args.instances is not None:
         return _search(args)
+    from neuron_accel_plan.changes import smaller
+    from neuron_accel_plan.entry import layout_of
+    from neuron_accel_plan.layout import no_collection_of_what_is_there
+
     if args.world_size is None:
         raise ConfigurationError(
             "The number of ranks is not given.",
             fix="pass --world-size to count one layout, or --instances to search layouts",
         )
-    with naming_options(_OPTIONS):
-        plugins = _plugins(args)
-        counted = plan(
+    with naming_options(_OPTIONS), no_collection_of_what_is_there():
+        planner, layout = layout_of(
             args.model,
             world_size=args.world_size,
             global_batch=args.global_batch,
             sequence=args.sequence,
-            plugins=plugins,
+            plugins=_plugins(args),
             config=args.config,
             accumulation=args.accumulation,
             instance=args.instance,
             dtype=args.dtype,
-            rank=args.rank,
-            full_depth=args.full_depth,
+            reserve=_reserve(args),
         )
-    return _report(counted, args)
+        counted = planner.count(layout.plugins, layout.accumulation, rank=args.rank, full_depth=args.full_depth)
+        changes = [] if counted.fits in (True, None) else smaller(planner, counted, layout)
+    return _report(counted, args, changes=changes)
 
 
-def _report(counted: LayoutCount, args: argparse.Namespace, script: ScriptCount | None = None) -> int:
+def _report(
+    counted: LayoutCount,
+    args: argparse.Namespace,
+    script: ScriptCount | None = None,
+    changes: Sequence[Change] = (),
+) -> int:
     """Prints and writes a count; returns the exit code."""
     predicted = _predicted(counted, args)
     if args.html is not None:
@@ -204,13 +205,17 @@ def _report(counted: LayoutCount, args: argparse.Namespace, script: ScriptCount 
         show(_brief(counted, args))
     elif args.json:
         plain = None if predicted is None else predicted.to_dict()
-        print(json.dumps({**(script or counted).to_dict(), "time": plain}, indent=2))
+        smaller = [{"change": each.what, "memory": each.count.step.peak.total} for each in changes]
+        others = {"smaller": smaller} if changes else {}
+        print(json.dumps({**(script or counted).to_dict(), "time": plain, **others}, indent=2))
     else:
         show(describe(counted, terminal_width()))
         if script is not None:
             show("\n".join(_remarks(script, args.script)))
         if predicted is not None:
             show("\n".join(["", *describe_time(predicted, counted.tokens)]))
+        if changes:
+            show("\n".join(["", *describe_changes(changes)]))
     return 0 if counted.fits in (True, None) else 1
 
 
@@ -293,6 +298,8 @@ def _count_script(args: argparse.Namespace) -> int:
                 rank=args.rank or 0,
                 step=2 if args.steps is None else args.steps,
                 instance=args.instance,
+                reserve=_reserve(args),
+                lnc=args.lnc,
             )
     except NeuronAccelError as error:
         _show_cause(error)
@@ -300,31 +307,50 @@ def _count_script(args: argparse.Namespace) -> int:
     return _report(counted.layout, args, counted)
 
 
-def _brief(counted: LayoutCount, args: argparse.Namespace) -> str:
+def _reserve(args: argparse.Namespace) -> int | None:
+    """The bytes of a core that are reserved, if that is given."""
+    if args.reserve is None:
+        return None
+    found = re.fullmatch(r"([0-9.]+) *(GiB|MiB|%)?", args.reserve)
+    try:
+        number = float(found[1]) if found else -1.0
+    except ValueError:
+        number = -1.0
+    if found is None or number < 0 or (found[2] is None and number):
+        raise ConfigurationError(
+            f"{args.reserve!r} is not a size.", where="--reserve", fix="write 1.5GiB, 800MiB, 5% or 0"
+        )
+    if found[2] != "%":
+        return round(number * 2 ** (20 if found[2] == "MiB" else 30))
+    if args.instance is None:
+        raise ConfigurationError("--reserve has no effect without an instance.", fix="add --instance, or leave it out")
     from neuron_accel import find_instance
 
+    return round(number / 100 * find_instance(args.instance).core_bytes(args.lnc))
+
+
+def _brief(counted: LayoutCount, args: argparse.Namespace) -> str:
     step = "the second step" if args.steps in (None, 2) else f"step {args.steps}"
-    return fits(counted.step.peak.parts, f"{step} of rank {counted.rank}", find_instance(args.instance), args.lnc)
+    return brief(counted, f"{step} of rank {counted.rank}")
 
 
-def fits(parts: Mapping[str, int], step: str, instance: Instance, lnc: int | None) -> str:
-    """Returns a sentence that says whether a rank fits a core.
+def brief(counted: LayoutCount, step: str) -> str:
+    """Returns a sentence that says whether a rank fits a core; ``step`` names the step and the rank."""
+    from neuron_accel_plan.layout import FITS, TOO_LARGE
 
-    Args:
-        parts: bytes at the peak of a step, by part.
-        step: the step and the rank, as text.
-        instance: the instance.
-        lnc: physical cores in a logical core; None: the instance's default.
-    """
-    total, room = sum(parts.values()), instance.core_bytes(lnc)
-    what = f"{total / 2**30:.3g} GiB at the peak of {step}"
-    core = f"the {room / 2**30:.3g} GiB of a core of {instance.name}"
-    if total <= room:
-        return f"memory: {what}, {total / room:.0%} of {core}; without the memory of the runtime and of compiled graphs"
-    largest = max(parts, key=lambda part: parts[part])
+    assert counted.core_bytes is not None
+    peak, core = counted.step.peak, counted.core_bytes
+    what = f"{peak.total / 2**30:.3g} GiB at the peak of {step}"
+    largest = max(peak.parts, key=lambda part: peak.parts[part])
+    most = f"most of it is {largest}, {peak.parts[largest] / 2**30:.3g} GiB"
+    size = f"the {core / 2**30:.3g} GiB of a core of {counted.instance}"
+    reserve = f"{counted.reserve / 2**30:.3g} GiB for the runtime and compiled graphs"
+    if counted.verdict == FITS:
+        return f"memory: {what}, {peak.total / core:.0%} of {size}, which leaves {reserve}"
+    if counted.verdict == TOO_LARGE:
+        return f"WARNING: this run does NOT fit: {what}, more than {size}; {most}"
     return (
-        f"WARNING: this run does NOT fit: {what}, more than {core}; "
-        f"the largest part, {largest}, becomes smaller with {LESS[largest]}"
+        f"WARNING: this run is tight: {what}, {peak.total / core:.0%} of {size}, which does not leave {reserve}; {most}"
     )
 
 
@@ -415,6 +441,7 @@ def _search(args: argparse.Namespace) -> int:
             global_batch=args.global_batch,
             sequence=args.sequence,
             dtype=args.dtype,
+            reserve=_reserve(args),
             price_per_hour=args.price_per_hour,
             calibration=None if args.calibration is None else load_calibration(args.calibration),
             best=args.best,
@@ -497,15 +524,9 @@ def describe(counted: LayoutCount, width: int) -> str:
     lines += [*_table(["part", "GiB", "share"], [*rows, ["total", _gib(peak.total), ""]]), f"reached in: {peak.moment}"]
     if counted.core_bytes is not None:
         share = peak.total / counted.core_bytes
-        verdict = "fits" if counted.fits else "does NOT fit"
         core = _gib(counted.core_bytes).strip()
-        lines.append(f"{verdict}: {share:.0%} of the {core} GiB of a core of {counted.instance}")
-        if not counted.fits:
-            largest = max(peak.parts, key=lambda part: peak.parts[part])
-            lines += [
-                f"the largest part, {largest}, becomes smaller with",
-                *textwrap.wrap(LESS[largest], width - 1, initial_indent="  "),
-            ]
+        lines.append(f"{counted.verdict}: {share:.0%} of the {core} GiB of a core of {counted.instance}")
+        lines.append(f"of which {_gib(counted.reserve).strip()} GiB are reserved (--reserve)")
     lines += ["", "sent by a rank in a step"]
     flows = sorted(step.flows, key=lambda flow: -flow.sent)
     approximate = "~" if counted.extrapolated else ""
@@ -525,6 +546,12 @@ def describe(counted: LayoutCount, width: int) -> str:
             width,
         )
     return "\n".join(lines)
+
+
+def describe_changes(changes: Sequence[Change]) -> list[str]:
+    """Returns lines with the changes of a layout that need less memory."""
+    rows = [[change.what, _gib(change.count.step.peak.total), change.count.verdict or ""] for change in changes[:6]]
+    return ["what needs less memory, each counted", *_table(["with", "GiB", ""], rows)]
 
 
 def describe_time(predicted: StepTime, tokens: int) -> list[str]:

@@ -86,8 +86,10 @@ def _facts(entry: Entry) -> str:
         ("memory", f"{format_bytes(counted.step.peak.total)}, reached in {counted.step.peak.moment}"),
     ]
     if counted.core_bytes is not None:
-        verdict = "fits" if counted.fits else "does not fit"
-        rows.append((f"a core of {counted.instance}", f"{verdict} its {format_bytes(counted.core_bytes)}"))
+        reserve = f"of which {format_bytes(counted.reserve)} are reserved"
+        rows.append(
+            (f"a core of {counted.instance}", f"{counted.verdict}: {format_bytes(counted.core_bytes)}, {reserve}")
+        )
     if time is not None:
         rows.append(
             (

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from neuron_accel import DryRun, find_instance
 from neuron_accel.contract import NeuronAccelError, Phase, PluginSpec, Stages, StrategyPlugin, UsageError
-from neuron_accel_plan.layout import LayoutCount, accelerate_set_aside
+from neuron_accel_plan.layout import LayoutCount, accelerate_set_aside, checked_reserve
 from neuron_accel_plan.memory import GRADIENTS, HOST, WEIGHTS, StepCounter
 from neuron_accel_plan.step import StepCount, flows_of, kept_tensors, no_collection, waiting_gradients
 from neuron_accel_plan.trace import Tracer
@@ -59,7 +59,14 @@ class ScriptCount:
 
 
 def count_training(
-    train: Callable[[], object], *, world_size: int, rank: int = 0, step: int = 2, instance: str | None = None
+    train: Callable[[], object],
+    *,
+    world_size: int,
+    rank: int = 0,
+    step: int = 2,
+    instance: str | None = None,
+    reserve: int | None = None,
+    lnc: int | None = None,
 ) -> ScriptCount:
     """Dry-runs a training up to the end of an optimizer step, and counts everything since the end of the previous step;
     for the first step, since the first call of the model.
@@ -74,6 +81,8 @@ def count_training(
         rank: the rank that is counted.
         step: the optimizer step that is counted, from 1; there is no optimizer state before the second.
         instance: instance type, against whose limits and core memory the layout is checked.
+        reserve: bytes of a core that are left to what is not counted; by default 10% of its memory.
+        lnc: physical cores in a logical one, whose memory is compared; None: the instance's default.
 
     Raises:
         UsageError: if the training ends before that step, by itself or by an error; the error is the cause.
@@ -81,7 +90,8 @@ def count_training(
     """
     if step < 1:
         raise UsageError(f"step is {step}.", why="optimizer steps are counted from 1", fix="pass at least 1")
-    recorder = _Recorder(step, instance)
+    core_bytes = None if instance is None else find_instance(instance).core_bytes(lnc)
+    recorder = _Recorder(step, instance, core_bytes, checked_reserve(reserve, core_bytes))
     observers = (_First(recorder=recorder), _Last(recorder=recorder))
     with DryRun(world_size=world_size, rank=rank, observers=observers).everywhere(), _planned_for(instance):
         from neuron_accel import NeuronAccelerator  # noqa: F401  chooses what Accelerate uses before that is imported
@@ -166,14 +176,17 @@ class _Recorder:
     Args:
         step: the optimizer step, from 1.
         instance: instance type, or None.
+        core_bytes: memory of a core, or None.
+        reserve: bytes of it that are left to what is not counted.
 
     Attributes:
         result: the count, once the step has ended.
     """
 
-    def __init__(self, step: int, instance: str | None) -> None:
+    def __init__(self, step: int, instance: str | None, core_bytes: int | None, reserve: int) -> None:
         self.counter, self.result = _DryCounter(), None
         self._step, self._instance = step, instance
+        self._core_bytes, self._reserve = core_bytes, reserve
         self._run: Run | None = None
         self._phase, self._counting = ExitStack(), ExitStack()
         self._kept: dict[int, list[torch.Tensor]] = {}  # of each prepared model
@@ -308,7 +321,8 @@ class _Recorder:
             slowest=step,
             bubble=0.0 if stages is None else stages.bubble,
             instance=None if instance is None else instance.name,
-            core_bytes=None if instance is None else instance.core_bytes(),
+            core_bytes=self._core_bytes,
+            reserve=self._reserve,
             axes=tuple((axis.name, axis.degree) for axis in plan.mesh.axes),
             tokens=rows * sequence * calls * run.data_parallel_size,
         )

@@ -82,7 +82,7 @@ class Layout:
     accumulation: int
 
     def __str__(self) -> str:
-        parts = [_text(plugin) for plugin in self.plugins]
+        parts = [text(plugin) for plugin in self.plugins]
         parts += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         return ", ".join(parts) or "data parallelism"
 
@@ -211,8 +211,8 @@ class Search:
             f"{count.sequence} tokens\n"
         )
         try:
-            text = head + yaml.safe_dump(ranked.layout.configuration(), sort_keys=False)
-            Path(path).write_text(text, encoding="utf-8")
+            written = head + yaml.safe_dump(ranked.layout.configuration(), sort_keys=False)
+            Path(path).write_text(written, encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(
                 f"{os.fspath(path)} cannot be written: {error.strerror or error}.",
@@ -229,6 +229,7 @@ def search(
     sequence: int,
     dtype: str = "bfloat16",
     attention: str = "eager",
+    reserve: int | None = None,
     price_per_hour: float | None = None,
     calibration: Any = None,
     best: int = 10,
@@ -238,7 +239,7 @@ def search(
     """Finds the fastest layouts of a model that fit on some machines. See :func:`neuron_accel.plan`.
 
     Args:
-        model, instance, global_batch, sequence, dtype, attention: see :func:`neuron_accel.plan`.
+        model, instance, global_batch, sequence, dtype, attention, reserve: see :func:`neuron_accel.plan`.
         instances: number of instances, all cores of which are used.
         price_per_hour: price of an instance for an hour.
         calibration: measured constants for the prediction of time.
@@ -271,6 +272,7 @@ def search(
         "instance": instance,
         "dtype": dtype,
         "attention": attention,
+        "reserve": reserve,
     }
     planner = Planner(**arguments)
     with no_collection_of_what_is_there(), closing(_DryRuns(planner, arguments, calibration, jobs)) as dry_runs:
@@ -387,7 +389,7 @@ class _Searcher:
     ) -> None:
         self._planner, self._instance, self._dry_runs, self._progress = planner, instance, dry_runs, progress
         self._machine = constants_of(instance, calibration)
-        self._core = instance.core_bytes()
+        self._core = instance.core_bytes() - planner.reserve
         self._samples: dict[str, Sequence[StepCount] | str] = {}
         self._times: dict[str, _Times] = {}
         self._sizes: dict[tuple[str, int], StepCount] = {}
@@ -496,12 +498,12 @@ class _Searcher:
         return f"{_family(layout.plugins)!r} {staged!r} {layout.accumulation}"
 
     def _of_core(self) -> str:
-        return f"a core has {self._core / 2**30:.3g} GiB"
+        return f"a core has {self._core / 2**30:.3g} GiB without its reserve"
 
     # ---- what there is -----------------------------------------------------------------------------------------------
     def _layouts(self) -> Iterator[Layout]:
         space = self._planner.space(())
-        for chosen in _combinations(_offering(), space):
+        for chosen in _combinations(offering(), space):
             rows, rest = divmod(space.global_batch, dataclasses.replace(space, chosen=chosen).data_ranks)
             if rest or not rows:
                 continue  # fewer samples than ranks: the plugins' degrees are too small
@@ -784,11 +786,11 @@ def _answer(planner: Planner, calibration: Any, task: _Task) -> _Answer:
         return _Failed(f"its dry run failed: {_first_line(error)}")
     if not count.fits:
         assert count.core_bytes is not None
-        peak = count.step.peak
+        peak, room = count.step.peak, count.core_bytes - count.reserve
         largest = max(peak.parts, key=lambda part: peak.parts[part])
         return _Failed(
             f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
-            f"a core has {count.core_bytes / 2**30:.3g} GiB",
+            f"a core has {room / 2**30:.3g} GiB without its reserve",
             peak.total,
         )
     return Ranked(layout=task, count=count, time=count.predict(calibration))
@@ -818,7 +820,7 @@ def _family(plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...]:
     return tuple(plugin for plugin in plugins if plugin.spec.phase not in _REST)
 
 
-def _offering() -> list[type[StrategyPlugin]]:
+def offering() -> list[type[StrategyPlugin]]:
     """The plugin classes that offer layouts, in the order in which they act. Packages that cannot be loaded are left
     out, as they are for training."""
     found = [
@@ -835,18 +837,20 @@ def _combinations(classes: Sequence[type[StrategyPlugin]], space: LayoutSpace) -
         return
     first, *others = classes
     yield from _combinations(others, space)
-    if any(_exclude(first, type(plugin)) for plugin in space.chosen):
+    if any(exclude(first, type(plugin)) for plugin in space.chosen):
         return
     for plugin in first.layouts(space):
         yield from _combinations(others, dataclasses.replace(space, chosen=(*space.chosen, plugin)))
 
 
-def _exclude(one: type[StrategyPlugin], other: type[StrategyPlugin]) -> bool:
+def exclude(one: type[StrategyPlugin], other: type[StrategyPlugin]) -> bool:
+    """Whether plugins of two classes cannot run together."""
     a, b = one.spec, other.spec
     return bool(a.claims & b.claims or b.name in a.conflicts or a.name in b.conflicts)
 
 
-def _text(plugin: StrategyPlugin) -> str:
+def text(plugin: StrategyPlugin) -> str:
+    """Returns the name of a plugin, with the options that are not the defaults."""
     options = ", ".join(f"{name}={value}" for name, value in _options(plugin).items())
     return f"{plugin.spec.name}({options})" if options else plugin.spec.name
 
