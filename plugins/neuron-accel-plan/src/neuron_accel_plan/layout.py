@@ -19,6 +19,7 @@ import torch
 
 from neuron_accel import DryRun, Instance, find_instance
 from neuron_accel.contract import (
+    AxisKind,
     ConfigurationError,
     LayoutSpace,
     PlanError,
@@ -28,6 +29,7 @@ from neuron_accel.contract import (
     model_without_weights,
 )
 from neuron_accel_plan.calibration import Machine, reserve_of
+from neuron_accel_plan.graphs import Finding, findings
 from neuron_accel_plan.shapes import Results
 from neuron_accel_plan.step import DEPTHS, StepCount, count_step, extrapolate, repeat
 from neuron_accel_plan.time import StepTime, predict_time
@@ -73,6 +75,8 @@ class LayoutCount:
         reserve: bytes of it that are left to what is not counted: the runtime, compiled graphs and collectives.
         axes: the axes of the mesh, outer to inner, and their degrees.
         tokens: tokens in a step, over all ranks.
+        work: operations of all ranks, by those of the model where a token visits only the experts that it has chosen,
+            and nothing is recomputed or computed by several ranks; 1 if they were not counted.
         passes: of a pipeline, what the ranks of each stage compute and when, in the time of one forward pass.
     """
 
@@ -94,6 +98,7 @@ class LayoutCount:
     reserve: int = 0
     axes: tuple[tuple[str, int], ...] = ()
     tokens: int = 0
+    work: float = 1.0
     passes: tuple[tuple[tuple[str, float, float], ...], ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
@@ -143,6 +148,16 @@ class LayoutCount:
         return None if self.core_bytes is None else self.verdict == FITS
 
     @property
+    def findings(self) -> list[Finding]:
+        """What the compiler of the instance refuses, or may; empty without an instance."""
+        return [] if self.instance is None else findings(self.step.noted)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether no finding is certain."""
+        return not any(finding.certain for finding in self.findings)
+
+    @property
     def verdict(self) -> str | None:
         """``"fits"``; ``"tight"``, if it fits only without the reserve; or ``"does NOT fit"``. None without an
         instance."""
@@ -159,6 +174,7 @@ class LayoutCount:
             "plugins": list(self.plugins),
             "fits": self.fits,
             "verdict": self.verdict,
+            "compiler": [str(finding) for finding in self.findings],
             "memory": {"total": peak.total, "moment": str(peak.moment), "parts": dict(peak.parts)},
             "traffic": [asdict(flow) for flow in self.step.flows],
             "sent_by_link": self.by_link(),
@@ -223,6 +239,8 @@ class Planner:
         self.config = _configuration(model)
         self.config._attn_implementation, self.config.use_cache = attention, False
         _check_sequence(self.config, sequence)
+        if self.instance is not None:  # the default counts the tokens of each expert, by their values: docs/xla.md
+            _set_experts(self.config, "batched_mm")
         self.world_size, self.global_batch, self.sequence, self.dtype = world_size, global_batch, sequence, dtype
         self._options = {k: v for k, v in (options or {}).items() if k != "gradient_accumulation_steps"}
         self.model = model_without_weights(self.config)
@@ -230,6 +248,7 @@ class Planner:
         self.blocks = _alike_blocks(self.config, self.model)
         self._counts: dict[str, StepCount] = {}
         self._results = Results()
+        self._own_operations: int | None = None
 
     @property
     def layers(self) -> int:
@@ -309,7 +328,21 @@ class Planner:
             reserve=self.reserve,
             axes=tuple((axis.name, axis.degree) for axis in plan.mesh.axes),
             tokens=self.global_batch * self.sequence,
+            work=self._work(plan, counts[fullest]),
         )
+
+    def _work(self, plan: Plan, step: StepCount) -> float:
+        """See ``work`` of :class:`LayoutCount`; counted for mixtures of experts outside of pipelines."""
+        if self.blocks is None or plan.mesh.names(AxisKind.STAGE):
+            return 1.0
+        if not any(getattr(self.config, name, None) for name in _EXPERTS):
+            return 1.0
+        if self._own_operations is None:
+            alone = copy.copy(self)
+            alone.instance, alone.config = None, copy.deepcopy(self.config)
+            _set_experts(alone.config, "grouped_mm")
+            self._own_operations = extrapolate(alone.shallow([]), self.layers, self.blocks, 0).operations
+        return step.operations * self.world_size / (self._own_operations * self.global_batch)
 
     def shallow(self, plugins: Sequence[StrategyPlugin], rows: int = 1) -> list[StepCount]:
         """Counts a first step of ``rows`` samples for each data-parallel rank, on the smallest mesh with these plugins,
@@ -566,6 +599,16 @@ def _check_sequence(config: Any, sequence: int) -> None:
             why=f"it has {longest} positions",
             fix=f"choose at most {longest} tokens, or change the model's configuration",
         )
+
+
+def _set_experts(config: Any, implementation: str) -> None:
+    """Sets how a mixture of experts is computed, if the model has one."""
+    if any(getattr(config, name, None) for name in _EXPERTS):
+        config._experts_implementation = implementation
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configurations."""
 
 
 def _with_depth(config: Any, depth: int) -> Any:

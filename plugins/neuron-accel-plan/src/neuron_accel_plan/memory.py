@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from neuron_accel_plan.graphs import COMPLEX, NOTED
 from neuron_accel_plan.shapes import Results, tensors_in
 from neuron_accel_plan.trace import Tracer
 
@@ -152,6 +153,7 @@ class StepCounter(TorchDispatchMode):
         operations: floating-point operations since the context was entered.
         uncounted: names of operations that are matrix products, convolutions or attention by their name, and whose
             operations are not known.
+        noted: names of operations since :meth:`forget_peaks` that a compiler may refuse.
         tracer: receives every operation; None: none does.
     """
 
@@ -160,6 +162,7 @@ class StepCounter(TorchDispatchMode):
         self._results = results or Results()
         self.operations = 0
         self.uncounted: set[str] = set()
+        self.noted: set[str] = set()
         self.tracer: Tracer | None = None
         self._type = device.type
         self._live: dict[int, _Storage] = {}
@@ -205,6 +208,11 @@ class StepCounter(TorchDispatchMode):
         self._follow(self._resized)
         for tensor in tensors_in(result):
             self._see(tensor)
+            if tensor.is_complex():
+                self.noted.add(COMPLEX)
+        name = func._schema.name.rpartition(":")[2]
+        if name in NOTED:
+            self.noted.add(name)
         if operations is None:
             self.uncounted.add(str(func._overloadpacket))
         self.operations += operations or 0
@@ -311,6 +319,7 @@ class StepCounter(TorchDispatchMode):
         self._follow(self._live)
         self._peaks = {}
         self._entered.clear()
+        self.noted.clear()
         self._all = [storage for storage in self._all if storage.died is None]
 
     def peaks(self) -> list[Peak]:

@@ -216,7 +216,7 @@ def _report(
             show("\n".join(["", *describe_time(predicted, counted.tokens)]))
         if changes:
             show("\n".join(["", *describe_changes(changes)]))
-    return 0 if counted.fits in (True, None) else 1
+    return 0 if counted.fits in (True, None) and counted.compiles else 1
 
 
 # ---- a script --------------------------------------------------------------------------------------------------------
@@ -527,6 +527,9 @@ def describe(counted: LayoutCount, width: int) -> str:
         core = _gib(counted.core_bytes).strip()
         lines.append(f"{counted.verdict}: {share:.0%} of the {core} GiB of a core of {counted.instance}")
         lines.append(f"of which {_gib(counted.reserve).strip()} GiB are reserved (--reserve)")
+    for finding in counted.findings:
+        begin = "does NOT compile: " if finding.certain else "may not compile: "
+        lines += wrap_words(f"{begin}{finding}", width)
     lines += ["", "sent by a rank in a step"]
     flows = sorted(step.flows, key=lambda flow: -flow.sent)
     approximate = "~" if counted.extrapolated else ""
@@ -537,6 +540,12 @@ def describe(counted: LayoutCount, width: int) -> str:
     lines += _table(head, rows) if rows else ["nothing"]
     lines += ["", f"operations of a rank in a step: {step.operations / 1e12:,.2f} T"]
     lines.append("(of matrix products, convolutions and attention; a multiply and an add are two)")
+    if counted.work > 1.005:
+        lines += wrap_words(
+            f"{counted.work:.2g} times those of the model where a token visits only its experts: padding of experts, "
+            "recomputation, and what several ranks compute",
+            width,
+        )
     if step.uncounted:
         lines += ["operations without a known number, not counted:", f"  {', '.join(step.uncounted)}"]
     if counted.extrapolated:
@@ -620,6 +629,8 @@ def describe_search(found: Search, *, why: bool = False) -> str:
             lines += [f"{number}: {ranked.layout}", f"   sent by axis, MiB: {axes or 'nothing'}"]
     else:
         lines.append("no layout fits: more instances, or an instance with more memory, are needed")
+    for finding in found.best[0].count.findings if found.best else ():
+        lines += wrap_words(f"may not compile: {finding}", terminal_width())
     if why:
         lines += ["", "slower"]
         lines += [

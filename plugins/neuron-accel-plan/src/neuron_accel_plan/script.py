@@ -303,6 +303,7 @@ class _Recorder:
             operations=self.counter.operations - self._operations,
             weights=sum(tensor.nbytes for kept in self._kept.values() for tensor in kept),
             uncounted=tuple(sorted(self.counter.uncounted)),
+            noted=tuple(sorted(self.counter.noted)),
             traces=((1.0, self.counter.tracer.trace()),),
         )
         instance = None if self._instance is None else find_instance(self._instance)

@@ -784,6 +784,8 @@ def _answer(planner: Planner, calibration: Any, task: _Task) -> _Answer:
         return _Failed(_first_line(error))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         return _Failed(f"its dry run failed: {_first_line(error)}")
+    if not count.compiles:
+        return _Failed(next(str(finding) for finding in count.findings if finding.certain))
     if not count.fits:
         assert count.core_bytes is not None
         peak, room = count.step.peak, count.core_bytes - count.reserve

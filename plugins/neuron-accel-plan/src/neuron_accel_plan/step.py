@@ -71,6 +71,7 @@ class StepCount:
             and an addition each; those of recomputation included.
         weights: bytes of this rank's parameters and buffers.
         uncounted: names of operations of that kind whose number is not known, such as those of custom kernels.
+        noted: operations that a compiler may refuse.
         traces: what the rank does, in order, with a factor for each: 1 for a dry run of a step, or the factors of the
             steps from which it was extrapolated. Empty for a real rank.
         blocks: indices of the model's blocks that this rank has, if they were named.
@@ -81,6 +82,7 @@ class StepCount:
     operations: int
     weights: int
     uncounted: tuple[str, ...] = ()
+    noted: tuple[str, ...] = ()
     traces: tuple[tuple[float, Trace], ...] = field(default=(), repr=False)
     blocks: tuple[int, ...] = ()
 
@@ -152,6 +154,7 @@ def count_step(
             operations=counter.operations - before,
             weights=sum(tensor.nbytes for tensor in kept),
             uncounted=tuple(sorted(counter.uncounted)),
+            noted=tuple(sorted(counter.noted)),
             traces=() if counter.tracer is None else ((1.0, counter.tracer.trace()),),
             blocks=() if blocks is None else _own_blocks(model.get_submodule(blocks)),
         )
@@ -277,6 +280,7 @@ def extrapolate(counts: Sequence[StepCount], depth: float, blocks: str, last: in
         operations=at(few.operations, more.operations),
         weights=at(few.weights, more.weights),
         uncounted=more.uncounted,
+        noted=more.noted,
         traces=tuple(
             (factor * weight, trace)
             for factor, count in zip((DEPTHS[1] - depth, depth - DEPTHS[0]), counts, strict=True)
