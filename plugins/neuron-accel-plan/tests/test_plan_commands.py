@@ -52,3 +52,35 @@ def test_examples_parse_and_options_are_explained(name):
     assert examples
     for example in examples:
         parser.parse_args(example.partition("   ")[0].split()[2:])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--world-size 8 --best 3", ["--best would be without effect", "--instances"]),
+        ("--world-size 8 --write out.yaml --jobs 2", ["--jobs, --write would be without effect"]),
+        ("--world-size 8 --price-per-hour 3", ["--price-per-hour is that of an instance", "--instance"]),
+        ("--world-size 8 --instance trn1.32xlarge --price-per-hour -3", ["--price-per-hour is -3", "above 0"]),
+        ("--instances 1 --instance trn1.32xlarge --price-per-hour 0", ["--price-per-hour is 0", "above 0"]),
+        ("--instances 1 --instance trn1.32xlarge --best 0", ["--best is 0", "at least 1"]),
+        ("--instances 1 --instance trn1.32xlarge --schedule gpipe", ["--schedule", "name one"]),
+    ],
+)
+def test_no_option_is_without_effect(options, words, tmp_path, capsys, monkeypatch):
+    from transformers import LlamaConfig
+
+    monkeypatch.chdir(tmp_path)
+    LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_size=256).save_pretrained("model")
+    assert main(["plan", "--model", "model", "--global-batch", "8", "--sequence", "64", *options.split()]) == 2
+    error = capsys.readouterr().err
+    for word in words:
+        assert word in error
+    assert not (tmp_path / "out.yaml").exists()
+
+
+def test_options_of_a_search_and_of_a_pipeline_are_refused_with_a_script(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(7)")
+    for options in (["--best", "3"], ["--write", "out.yaml"], ["--schedule", "gpipe"], ["--num-microbatches", "2"]):
+        assert main(["plan", str(script), "--nproc-per-node", "2", *options]) == 2
+        assert f"{options[0]} would be without effect" in capsys.readouterr().err

@@ -222,6 +222,65 @@ def test_what_is_not_possible_is_refused_with_the_nearest_choice(folder, options
         assert word in str(caught.value)
 
 
+def test_popular_models_are_known_by_name():
+    """Numbers of parameters are those that are published."""
+    from neuron_accel_plan.layout import _configuration, _with_depth, known_models, model_without_weights
+
+    published = {
+        "llama-2-7b": 6_738_415_616,
+        "llama-3.1-8b": 8_030_261_248,
+        "llama-3.1-70b": 70_553_706_496,
+        "llama-3.2-1b": 1_235_814_400,
+        "llama-3.2-3b": 3_212_749_824,
+        "mistral-7b": 7_248_023_552,
+        "mixtral-8x7b": 46_702_792_704,
+        "qwen3-0.6b": 596_049_920,
+        "qwen3-8b": 8_190_735_360,
+        "qwen3-30b-a3b": 30_532_122_624,
+        "gpt-oss-20b": 20_914_757_184,
+    }
+    for name in known_models():
+        config = _configuration(name)
+        sizes = []
+        for depth in (1, 2):
+            shallow = model_without_weights(_with_depth(config, depth))
+            sizes.append(sum(parameter.numel() for parameter in shallow.parameters()))
+        full = sizes[0] + (config.num_hidden_layers - 1) * (sizes[1] - sizes[0])
+        if name in published:
+            assert full == published[name], name
+        size = float(re.search(r"([0-9.]+)b", name)[1]) if name != "mixtral-8x7b" else 46.7
+        assert full / 1e9 == pytest.approx(size, rel=0.3), name
+
+
+def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    from transformers import LlamaConfig
+
+    cache = tmp_path / "models--somebody--llama"
+    LlamaConfig(num_hidden_layers=4, vocab_size=256, **SIZE).save_pretrained(cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert planned("somebody/llama").model == "LlamaForCausalLM"
+    with pytest.raises(ConfigurationError) as caught:
+        planned("somebody/else")
+    for words in ("nothing is downloaded", "hf download somebody/else config.json", "llama-3.1-8b"):
+        assert words in str(caught.value)
+
+
+def test_the_fewest_micro_batches_that_fit_are_chosen(folder, capsys, monkeypatch):
+    from neuron_accel import Instance
+
+    options = {"instance": "trn1.32xlarge", "world_size": 8, "global_batch": 64}
+    full, half = (planned(folder, **options, accumulation=number).step.peak.total for number in (1, 2))
+    assert half < full
+    monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: round((full + half) / 2 / 0.9))
+    assert planned(folder, **options).accumulation == 2
+    assert command(folder, "--instance", "trn1.32xlarge", "--world-size", "8", "--global-batch", "64") == 0
+    text = capsys.readouterr().out
+    assert "2 micro-batches are chosen, the fewest that fit (--accumulation)" in text
+    assert text.splitlines()[-1].startswith("fits: ")
+
+
 def test_a_model_that_is_not_there(tmp_path):
     with pytest.raises(ConfigurationError, match="nothing is downloaded"):
         planned(tmp_path)
@@ -315,9 +374,9 @@ def test_the_command_prints_memory_traffic_and_operations(folder, capsys, monkey
     assert "as rank 0 of dp 16 x tp 2" in text
     for part in ("weights", "master weights", "optimizer state", "saved activations"):
         assert f"\n{part}" in text
-    assert "fits: 0% of the 16.00 GiB of a core of trn1.32xlarge" in text
     assert "reduce_scatter" in text
     assert "extrapolated to 8 blocks" in text
+    assert text.splitlines()[-1] == "fits: 0% of the 16.00 GiB of a core of trn1.32xlarge"
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -329,6 +388,19 @@ def test_what_does_not_fit_is_an_exit_code(folder, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "does NOT fit" in text
     assert "what needs less memory, each counted" in text
+
+
+def test_a_price_and_the_constants_of_the_time_are_printed(folder, capsys):
+    from neuron_accel_plan.plan_command import _instances
+
+    options = ("--instance", "trn1.32xlarge", "--price-per-hour", "21.5")
+    assert command(folder, *options, "--why", "--world-size", "64", "--global-batch", "64") == 0
+    text = capsys.readouterr().out
+    counted = planned(folder, instance="trn1.32xlarge", world_size=64, global_batch=64)
+    assert _instances(counted) == 2
+    price = 2 * 21.5 / 3600 * counted.predict().seconds / (64 * 64) * 1e6
+    assert f"{price:,.4g} USD for a million tokens, an hour of an instance at 21.50 USD" in text
+    assert "constants\n  product kernels: public" in text
 
 
 def test_json_has_plain_numbers(folder, capsys):

@@ -269,6 +269,7 @@ def test_nothing_fits_is_an_exit_code_and_says_why(folder, capsys, monkeypatch):
         ),
         ({"instances": 0, "instance": "trn1.32xlarge"}, ["instances is 0", "at least 1"]),
         ({"instances": 1, "instance": "trn1.32xlarge", "best": 0}, ["best is 0", "at least 1"]),
+        ({"instances": 1, "instance": "trn1.32xlarge", "price_per_hour": -3.0}, ["price_per_hour is -3", "above 0"]),
         ({"instances": 1, "instance": "trn1.32xlarge", "rank": 3}, ["does not take rank"]),
         ({"instances": 1}, ["needs an instance"]),
         ({}, ["world_size", "instances"]),

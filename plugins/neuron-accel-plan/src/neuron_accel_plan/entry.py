@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -77,14 +78,16 @@ def plan(
 
     Args:
         model: a folder with a transformers ``config.json``, that file, or a configuration object, of a causal language
-            model.
+            model; the name of a popular one, such as ``"llama-3.1-8b"``; or one of Hugging Face's hub, whose
+            ``config.json`` is in its cache.
         world_size: number of ranks.
         instances: number of instances; all of their cores are used.
         global_batch: samples in an optimizer step, over all ranks.
         sequence: tokens in a sample.
         plugins: the strategies.
         config: further strategies, and ``gradient_accumulation_steps``: as for ``NeuronAccelerator``.
-        accumulation: micro-batches in a step; by default those of ``config``, or 1.
+        accumulation: micro-batches in a step; by default those of ``config``, or, with an instance, the fewest that fit
+            (1 if none do).
         instance: instance type, against whose limits and core memory the layout is checked.
         dtype: dtype of the weights, ``"bfloat16"`` or ``"float32"``.
         attention: ``attn_implementation`` of transformers.
@@ -146,7 +149,24 @@ def plan(
         reserve=reserve,
     )
     with no_collection_of_what_is_there():
-        return planner.count(layout.plugins, layout.accumulation, rank=rank, full_depth=full_depth)
+        return count_fitting(planner, layout, rank=rank, full_depth=full_depth)[0]
+
+
+def count_fitting(
+    planner: Planner, layout: Layout, *, rank: int | None = None, full_depth: bool = False
+) -> tuple[LayoutCount, Layout]:
+    """Returns the count of a layout, and the layout: if its number of micro-batches is 0, with the fewest that fit, or
+    1 if none do."""
+    if layout.accumulation:
+        return planner.count(layout.plugins, layout.accumulation, rank=rank, full_depth=full_depth), layout
+    for number in planner.accumulations(layout.plugins):
+        if number == 1 or planner.count(layout.plugins, number, rank=rank, quick=True).fits:
+            chosen = dataclasses.replace(layout, accumulation=number)
+            counted = planner.count(chosen.plugins, number, rank=rank, full_depth=full_depth)
+            if counted.fits in (True, None):
+                return counted, chosen
+    first = dataclasses.replace(layout, accumulation=1)
+    return planner.count(first.plugins, 1, rank=rank, full_depth=full_depth), first
 
 
 def layout_of(
@@ -158,7 +178,8 @@ def layout_of(
     accumulation: int | None = None,
     **arguments: Any,
 ) -> tuple[Planner, Layout]:
-    """Returns what counts layouts of a model, and the layout that is given; see :func:`plan`."""
+    """Returns what counts layouts of a model, and the layout that is given, with an accumulation of 0 if the number of
+    micro-batches is to be chosen; see :func:`plan`."""
     accelerate: dict[str, Any] = {}
     chosen = list(plugins)
     if config is not None:
@@ -170,6 +191,9 @@ def layout_of(
                 f"accumulation={accumulation} and the configuration's {steps} contradict each other.",
                 fix="leave one of them out",
             )
-        accumulation = steps if accumulation is None else accumulation
+        if accumulation is None and "gradient_accumulation_steps" in loaded.accelerate:
+            accumulation = steps
     planner = Planner(model, world_size=world_size, options=accelerate, **arguments)
-    return planner, Layout(plugins=tuple(chosen), accumulation=accumulation or 1)
+    if accumulation is None and planner.instance is None:
+        accumulation = 1
+    return planner, Layout(plugins=tuple(chosen), accumulation=accumulation or 0)

@@ -8,7 +8,8 @@ import gc
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -344,6 +345,15 @@ class Planner:
             self._own_operations = extrapolate(alone.shallow([]), self.layers, self.blocks, 0).operations
         return step.operations * self.world_size / (self._own_operations * self.global_batch)
 
+    def accumulations(self, plugins: Sequence[StrategyPlugin]) -> list[int]:
+        """Returns numbers of micro-batches to try, of a layout without a pipeline: the powers of two that divide a
+        data-parallel rank's samples."""
+        parts = tuple(part for plugin in plugins for part in (plugin.companions() or (plugin,)))
+        if any(axis.kind is AxisKind.STAGE and axis.degree > 1 for plugin in parts for axis in plugin.axes()):
+            return [1]
+        rows = self.global_batch // self.space(parts).data_ranks
+        return [number for number in (1 << n for n in range(rows.bit_length())) if rows % number == 0] or [1]
+
     def shallow(self, plugins: Sequence[StrategyPlugin], rows: int = 1) -> list[StepCount]:
         """Counts a first step of ``rows`` samples for each data-parallel rank, on the smallest mesh with these plugins,
         of models with each number of blocks in :data:`~neuron_accel_plan.step.DEPTHS`.
@@ -561,6 +571,16 @@ def accelerate_set_aside() -> Iterator[None]:
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
+KNOWN_MODELS = Path(__file__).parent / "known_models.json"
+"""Configurations of popular models by name, as published with their weights, without what does not change a count."""
+
+
+def known_models() -> dict[str, dict[str, Any]]:
+    """Returns the configurations that this package has, by name."""
+    found: dict[str, dict[str, Any]] = json.loads(KNOWN_MODELS.read_text(encoding="utf-8"))
+    return found
+
+
 def _configuration(model: Any) -> Any:
     """A copy of the transformers configuration that ``model`` is, or names."""
     from transformers import AutoConfig, PretrainedConfig
@@ -570,12 +590,10 @@ def _configuration(model: Any) -> Any:
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigurationError(
-            f"There is no {file}.",
-            where="model",
-            why="the configuration of a model is read from disk; nothing is downloaded, and no weights are needed",
-            fix="pass a folder with a config.json of transformers, or that file",
-        )
+        known = known_models()
+        if str(model).lower() in known:
+            return AutoConfig.for_model(**known[str(model).lower()])
+        file = _cached(str(model), known)
     try:
         kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
         if kind is None:
@@ -588,6 +606,23 @@ def _configuration(model: Any) -> Any:
             why=str(error).splitlines()[0],
             fix="pass the config.json that save_pretrained writes beside a model",
         ) from error
+
+
+def _cached(name: str, known: Iterable[str]) -> Path:
+    """The config.json of a model of Hugging Face's hub, where its cache has it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+    found = try_to_load_from_cache(name, "config.json") if of_hub else None
+    if isinstance(found, str):
+        return Path(found)
+    fix = f"pass a folder with a config.json of transformers, that file, or one of {', '.join(known)}"
+    raise ConfigurationError(
+        f"There is no model {name}.",
+        where="model",
+        why="the configuration of a model is read from disk; nothing is downloaded, and no weights are needed",
+        fix=f"fetch 1 KB with `hf download {name} config.json`, or {fix}" if of_hub else fix,
+    )
 
 
 def _check_sequence(config: Any, sequence: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -67,7 +68,7 @@ The exit code is 1 if an instance is named and the layout, or none, fits its cor
 """
 EXAMPLES = """\
 examples:
-  neuron-accel plan --model some/folder --world-size 32 --global-batch 64 --sequence 4096 --zero-1
+  neuron-accel plan --model llama-3.1-8b --world-size 32 --global-batch 64 --sequence 4096 --zero-1
   neuron-accel plan --model some/folder --world-size 512 --global-batch 512 --sequence 4096 --tensor-parallel-size 8 \
 --sequence-parallel --zero-1 --recompute --instance trn1.32xlarge
   neuron-accel plan --model some/folder --instances 16 --instance trn1.32xlarge --global-batch 1024 --sequence 4096 \
@@ -90,6 +91,10 @@ _OPTIONS = {
     "schedule": "--schedule",
     "full_depth": "--full-depth",
     "instances": "--instances",
+    "best": "--best",
+    "jobs": "--jobs",
+    "price_per_hour": "--price-per-hour",
+    "reserve": "--reserve",
     "zero1": "--zero-1",
     "model": "--model",
 }
@@ -100,11 +105,17 @@ def add_arguments(parser: Parser) -> None:
     parser.rest, parser.rest_usage = "script_args", "[-- ARGUMENT ...]"
     parser.add_argument("script", nargs="?", help="a training script, to be counted as it is; its arguments follow --")
     what = parser.add_argument_group("what is trained, without a script")
-    what.add_argument("--model", metavar="FOLDER", help="folder with a config.json of transformers, or that file")
+    what.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a name such as llama-3.1-8b, one of the hub's cache, or a config.json's folder",
+    )
     what.add_argument("--instances", type=int, metavar="N", help="number of instances, to search layouts on all cores")
     what.add_argument("--global-batch", type=int, metavar="N", help="samples in a step, over all ranks")
     what.add_argument("--sequence", type=int, metavar="N", help="tokens in a sample")
-    what.add_argument("--accumulation", type=int, metavar="N", help="micro-batches in a step (default: 1)")
+    what.add_argument(
+        "--accumulation", type=int, metavar="N", help="micro-batches in a step (default: the fewest that fit)"
+    )
     what.add_argument("--dtype", help="of the weights: bfloat16 (default) or float32")
     script = parser.add_argument_group("with a script")
     script.add_argument("--module", "-m", action="store_true", help="the script is a module name")
@@ -146,11 +157,13 @@ def add_arguments(parser: Parser) -> None:
     script.add_argument("--brief", action="store_true", help="print only whether a rank fits a core of the instance")
     script.add_argument("--lnc", type=int, metavar="N", help="physical cores in a logical one, with --brief")
     search = parser.add_argument_group("search, with --instances")
-    search.add_argument("--best", type=int, default=10, metavar="N", help="layouts to find (default: 10)")
-    search.add_argument("--jobs", type=int, default=_cores(), metavar="N", help="processes (default: all cores)")
-    search.add_argument("--why", action="store_true", help="also print why each other layout was not chosen")
+    search.add_argument("--best", type=int, metavar="N", help="layouts to find (default: 10)")
+    search.add_argument("--jobs", type=int, metavar="N", help="processes (default: all cores)")
     search.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the fastest layout")
-    search.add_argument("--price-per-hour", type=float, metavar="X", help="of an instance, for the price of tokens")
+    where.add_argument("--price-per-hour", type=float, metavar="USD", help="of an instance, for the price of tokens")
+    where.add_argument(
+        "--why", action="store_true", help="also print the constants of the time, and why other layouts are not chosen"
+    )
 
 
 def _cores() -> int:
@@ -161,11 +174,13 @@ def _cores() -> int:
 def run(args: argparse.Namespace) -> int:
     if args.script is not None:
         return _count_script(args)
+    _check_price(args)
     _check_model(args)
     if args.instances is not None:
         return _search(args)
+    _check_search(args, "pass --instances instead of --world-size to search layouts, or leave them out")
     from neuron_accel_plan.changes import smaller
-    from neuron_accel_plan.entry import layout_of
+    from neuron_accel_plan.entry import count_fitting, layout_of
     from neuron_accel_plan.layout import no_collection_of_what_is_there
 
     if args.world_size is None:
@@ -186,7 +201,9 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             reserve=_reserve(args),
         )
-        counted = planner.count(layout.plugins, layout.accumulation, rank=args.rank, full_depth=args.full_depth)
+        given = layout.accumulation
+        counted, layout = count_fitting(planner, layout, rank=args.rank, full_depth=args.full_depth)
+        args.chosen = layout.accumulation if not given and layout.accumulation > 1 else None
         changes = [] if counted.fits in (True, None) else smaller(planner, counted, layout)
     return _report(counted, args, changes=changes)
 
@@ -207,15 +224,24 @@ def _report(
         plain = None if predicted is None else predicted.to_dict()
         smaller = [{"change": each.what, "memory": each.count.step.peak.total} for each in changes]
         others = {"smaller": smaller} if changes else {}
-        print(json.dumps({**(script or counted).to_dict(), "time": plain, **others}, indent=2))
+        printed = {**(script or counted).to_dict(), "time": plain, **others}
+        if args.price_per_hour is not None and predicted is not None:
+            printed["price_per_million_tokens"] = _price(counted, predicted, args)
+        print(json.dumps(printed, indent=2))
     else:
         show(describe(counted, terminal_width()))
         if script is not None:
             show("\n".join(_remarks(script, args.script)))
         if predicted is not None:
-            show("\n".join(["", *describe_time(predicted, counted.tokens)]))
+            show("\n".join(["", *describe_time(predicted, counted.tokens, why=args.why)]))
+            price = _price(counted, predicted, args)
+            if price is not None:
+                show(f"{price:,.4g} USD for a million tokens, an hour of an instance at {args.price_per_hour:,.2f} USD")
         if changes:
             show("\n".join(["", *describe_changes(changes)]))
+        last = describe_verdict(counted, getattr(args, "chosen", None), terminal_width())
+        if last:
+            show("\n".join(["", *last]))
     return 0 if counted.fits in (True, None) and counted.compiles else 1
 
 
@@ -234,7 +260,7 @@ _OF_A_MODEL = (
         "sequence_parallel",
         "zero1",
     ),
-    *("recompute", "flash_attention", "full_depth", "why", "write", "price_per_hour"),
+    *("recompute", "flash_attention", "full_depth", "num_microbatches", "schedule", "virtual_stages"),
 )
 
 
@@ -262,6 +288,27 @@ def _check_model(args: argparse.Namespace) -> None:
     args.dtype = args.dtype or "bfloat16"
 
 
+def _check_price(args: argparse.Namespace) -> None:
+    if args.price_per_hour is None:
+        return
+    if not 0 < args.price_per_hour < math.inf:
+        raise ConfigurationError(
+            f"--price-per-hour is {args.price_per_hour:g}.", fix="pass a price above 0, in US dollars"
+        )
+    if args.instance is None:
+        raise ConfigurationError("--price-per-hour is that of an instance.", fix="add --instance, or leave it out")
+
+
+_OF_A_SEARCH = ("best", "jobs", "write")
+
+
+def _check_search(args: argparse.Namespace, fix: str) -> None:
+    """Checks that no option of a search is given."""
+    given = [_option(name) for name in _OF_A_SEARCH if getattr(args, name) is not None]
+    if given:
+        raise ConfigurationError(f"{', '.join(given)} would be without effect.", why="they belong to a search", fix=fix)
+
+
 def _option(name: str) -> str:
     return _OPTIONS.get(name, f"--{name.replace('_', '-')}")
 
@@ -276,6 +323,8 @@ def _count_script(args: argparse.Namespace) -> int:
             f"A script is counted as it is, and {', '.join(map(_option, given))} would be without effect.",
             fix="leave them out; the model and its layout are those of the script, whose arguments follow --",
         )
+    _check_price(args)
+    _check_search(args, "leave them out")
     if not args.module and not os.path.isfile(args.script):
         raise ConfigurationError(f"There is no file {args.script}.", where=f"relative to {os.getcwd()}")
     ranks = (args.nproc_per_node or 1) * (args.nnodes or 1)
@@ -327,6 +376,22 @@ def _reserve(args: argparse.Namespace) -> int | None:
     from neuron_accel import find_instance
 
     return round(number / 100 * find_instance(args.instance).core_bytes(args.lnc))
+
+
+def _price(counted: LayoutCount, predicted: StepTime, args: argparse.Namespace) -> float | None:
+    """Price of a million tokens, if that of an instance is given and tokens are known."""
+    if args.price_per_hour is None or not counted.tokens:
+        return None
+    return float(args.price_per_hour * _instances(counted) / 3600 * predicted.seconds / counted.tokens * 1e6)
+
+
+def _instances(counted: LayoutCount) -> int:
+    """Number of instances that the ranks of a layout need."""
+    from neuron_accel import find_instance
+
+    assert counted.instance is not None
+    ranks = math.prod(degree for _, degree in counted.axes)
+    return math.ceil(ranks / find_instance(counted.instance).hardware().full)
 
 
 def _brief(counted: LayoutCount, args: argparse.Namespace) -> str:
@@ -444,8 +509,8 @@ def _search(args: argparse.Namespace) -> int:
             reserve=_reserve(args),
             price_per_hour=args.price_per_hour,
             calibration=None if args.calibration is None else load_calibration(args.calibration),
-            best=args.best,
-            jobs=args.jobs,
+            best=10 if args.best is None else args.best,
+            jobs=_cores() if args.jobs is None else args.jobs,
             progress=_progress,
         )
     if args.write is not None and found.best:
@@ -525,11 +590,9 @@ def describe(counted: LayoutCount, width: int) -> str:
     if counted.core_bytes is not None:
         share = peak.total / counted.core_bytes
         core = _gib(counted.core_bytes).strip()
-        lines.append(f"{counted.verdict}: {share:.0%} of the {core} GiB of a core of {counted.instance}")
-        lines.append(f"of which {_gib(counted.reserve).strip()} GiB are reserved (--reserve)")
-    for finding in counted.findings:
-        begin = "does NOT compile: " if finding.certain else "may not compile: "
-        lines += wrap_words(f"{begin}{finding}", width)
+        lines.append(
+            f"{share:.0%} of the {core} GiB of a core, {_gib(counted.reserve).strip()} GiB of which are reserved"
+        )
     lines += ["", "sent by a rank in a step"]
     flows = sorted(step.flows, key=lambda flow: -flow.sent)
     approximate = "~" if counted.extrapolated else ""
@@ -557,14 +620,29 @@ def describe(counted: LayoutCount, width: int) -> str:
     return "\n".join(lines)
 
 
+def describe_verdict(counted: LayoutCount, chosen: int | None, width: int) -> list[str]:
+    """Returns the last lines: what the compiler may refuse, the number of micro-batches if it was ``chosen``, and in
+    one line whether the layout fits."""
+    lines: list[str] = []
+    if counted.core_bytes is None:
+        return lines
+    for finding in counted.findings:
+        begin = "does NOT compile: " if finding.certain else "may not compile: "
+        lines += wrap_words(f"{begin}{finding}; see `neuron-accel precompile --check`", width)
+    if chosen is not None:
+        lines.append(f"{chosen} micro-batches are chosen, the fewest that fit (--accumulation)")
+    share, core = counted.step.peak.total / counted.core_bytes, _gib(counted.core_bytes).strip()
+    return [*lines, f"{counted.verdict}: {share:.0%} of the {core} GiB of a core of {counted.instance}"]
+
+
 def describe_changes(changes: Sequence[Change]) -> list[str]:
     """Returns lines with the changes of a layout that need less memory."""
     rows = [[change.what, _gib(change.count.step.peak.total), change.count.verdict or ""] for change in changes[:6]]
     return ["what needs less memory, each counted", *_table(["with", "GiB", ""], rows)]
 
 
-def describe_time(predicted: StepTime, tokens: int) -> list[str]:
-    """Returns lines with the time of a step of this number of tokens (0: unknown), and the constants."""
+def describe_time(predicted: StepTime, tokens: int, *, why: bool = False) -> list[str]:
+    """Returns lines with the time of a step of this number of tokens (0: unknown), and with ``why`` the constants."""
     lines = [f"predicted time of a step: {_duration(predicted.seconds)}"]
     lines.append(f"between {_duration(predicted.low)} and {_duration(predicted.high)}")
     slow, fast = tokens / predicted.high, tokens / predicted.low
@@ -575,6 +653,8 @@ def describe_time(predicted: StepTime, tokens: int) -> list[str]:
         for part, seconds in sorted(predicted.parts.items(), key=lambda item: -item[1])
     ]
     lines += _table(["spent on", "time", "share"], rows)
+    if not why:
+        return [*lines, "(--why prints the constants, and where each is from)"]
     by_source: dict[str, list[str]] = {}
     for what, source in predicted.sources.items():
         by_source.setdefault(source, []).append(what)
@@ -619,7 +699,7 @@ def describe_search(found: Search, *, why: bool = False) -> str:
         )
     head = ["", "mesh", "GiB", "s a step", "tokens/s", "bubble", "GiB inside", "GiB between"]
     if found.best:
-        lines += _table([*head, *([] if found.price_per_hour is None else ["price of 1M"])], rows)
+        lines += _table([*head, *([] if found.price_per_hour is None else ["USD for 1M"])], rows)
         lines += ["", "GiB inside and between machines: sent by a rank in a step, by NeuronLink and by EFA", ""]
         for number, ranked in enumerate(found.best, start=1):
             sent: dict[str, int] = {}

@@ -261,6 +261,8 @@ def search(
             why="they have no network for groups over several machines",
             fix="pass 1, or a larger instance",
         )
+    if price_per_hour is not None and not 0 < price_per_hour < math.inf:
+        raise ConfigurationError(f"price_per_hour is {price_per_hour:g}.", fix="pass a price above 0")
     for name, number in (("jobs", jobs), ("best", best)):
         if number < 1:
             raise ConfigurationError(f"{name} is {number}.", fix="pass at least 1")
