@@ -403,6 +403,31 @@ def test_a_price_and_the_constants_of_the_time_are_printed(folder, capsys):
     assert "constants\n  product kernels: public" in text
 
 
+def test_strategies_are_options(folder, capsys):
+    """Of the core and of packages; what is recomputed has a name."""
+    from neuron_accel_plan import plan_command
+
+    from neuron_accel.commands import Parser
+
+    parser = Parser(prog="plan")
+    plan_command.add_arguments(parser)
+    pytest.importorskip("neuron_accel_context_parallel")
+    pytest.importorskip("neuron_accel_expert_parallel")
+    words = ["--fully-sharded", "--chunked-loss", "--context-parallel-size", "2", "--expert-parallel-size", "4"]
+    args = parser.parse_args(["--model", "model", *words, "--recompute", "core_attention"])
+    made = {plugin.spec.name: plugin for plugin in plan_command._plugins(args)}
+    names = {"fully_sharded", "chunked_loss", "context_parallel", "expert_parallel", "activation_checkpointing"}
+    assert {*made} == names
+    assert made["context_parallel"].context_parallel_size == 2
+    assert made["activation_checkpointing"].modules == "core_attention"
+    assert plan_command._plugins(parser.parse_args(["--model", "m", "--recompute"]))[0].modules == "blocks"
+    assert command(folder, "--zero-1", "--fully-sharded") == 2
+    assert "exclude each other" in capsys.readouterr().err
+    assert command(folder, "--fully-sharded", "--chunked-loss", "--recompute", "attention", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {*found["plugins"]} >= {"fully_sharded", "chunked_loss", "activation_checkpointing"}
+
+
 def test_json_has_plain_numbers(folder, capsys):
     assert command(folder, "--zero-1", "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -29,7 +29,7 @@ from neuron_accel.commands import (
     terminal_width,
     wrap_words,
 )
-from neuron_accel.contract import ConfigurationError, NeuronAccelError
+from neuron_accel.contract import ConfigurationError, NeuronAccelError, load_config
 
 if TYPE_CHECKING:
     from neuron_accel.contract import StrategyPlugin
@@ -78,6 +78,8 @@ examples:
 """
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 """Those of PipelineParallelPlugin, whose module would import torch."""
+RECOMPUTED = ("blocks", "attention", "core_attention")
+"""What ActivationCheckpointingPlugin recomputes by name."""
 
 _OPTIONS = {
     "world_size": "--world-size",
@@ -137,7 +139,18 @@ def add_arguments(parser: Parser) -> None:
         "--schedule", choices=SCHEDULES, metavar="NAME", help=f"of the pipeline: {', '.join(SCHEDULES)} (default: 1f1b)"
     )
     how.add_argument("--virtual-stages", type=int, metavar="N", help="stages on each rank, for --schedule interleaved")
-    how.add_argument("--recompute", action="store_true", help="recompute every block in the backward pass")
+    how.add_argument("--fully-sharded", action="store_true", help="shard weights, gradients and state over replicas")
+    how.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="ranks that share a sequence")
+    how.add_argument("--expert-parallel-size", type=int, default=1, metavar="N", help="ranks that share experts")
+    how.add_argument(
+        "--recompute",
+        nargs="?",
+        const=RECOMPUTED[0],
+        choices=RECOMPUTED,
+        metavar="WHAT",
+        help=f"recompute in the backward pass: {', '.join(RECOMPUTED)} (default: {RECOMPUTED[0]})",
+    )
+    how.add_argument("--chunked-loss", action="store_true", help="logits and loss for a part of the tokens at a time")
     how.add_argument("--flash-attention", action="store_true", help="attention without a full matrix of scores")
     where = parser.add_argument_group("where, and output")
     where.add_argument("--world-size", type=int, metavar="N", help="number of ranks (cores), to count one layout")
@@ -247,20 +260,11 @@ def _report(
 
 # ---- a script --------------------------------------------------------------------------------------------------------
 _OF_A_SCRIPT = ("module", "nproc_per_node", "nnodes", "steps", "brief", "lnc", "script_args")
-_DEGREES = ("tensor_parallel_size", "pipeline_parallel_size")
+_DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
+_STRATEGIES = ("sequence_parallel", "zero1", "fully_sharded", "recompute", "flash_attention", "chunked_loss")
 _OF_A_MODEL = (
-    *(
-        "model",
-        "instances",
-        "global_batch",
-        "sequence",
-        "accumulation",
-        "dtype",
-        "config",
-        "sequence_parallel",
-        "zero1",
-    ),
-    *("recompute", "flash_attention", "full_depth", "num_microbatches", "schedule", "virtual_stages"),
+    *("model", "instances", "global_batch", "sequence", "accumulation", "dtype", "config", *_STRATEGIES),
+    *("full_depth", "num_microbatches", "schedule", "virtual_stages"),
 )
 
 
@@ -486,9 +490,9 @@ def _search(args: argparse.Namespace) -> int:
     from neuron_accel_plan.calibration import load_calibration
     from neuron_accel_plan.entry import plan
 
-    layout = ("world_size", "config", "accumulation", "rank", "full_depth", "sequence_parallel", "zero1", "recompute")
+    layout = ("world_size", "config", "accumulation", "rank", "full_depth", *_STRATEGIES)
     pipeline = ("num_microbatches", "schedule", "virtual_stages")
-    given = [name for name in (*layout, *pipeline, "flash_attention") if getattr(args, name)]
+    given = [name for name in (*layout, *pipeline) if getattr(args, name)]
     given += [name for name in _DEGREES if getattr(args, name) != 1]
     if given:
         options = ", ".join(map(_option, given))
@@ -535,7 +539,9 @@ def _progress(done: int, total: int) -> None:
 def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
     from neuron_accel import (
         ActivationCheckpointingPlugin,
+        ChunkedLossPlugin,
         FlashAttentionPlugin,
+        FullyShardedPlugin,
         PipelineParallelPlugin,
         SequenceParallelPlugin,
         TensorParallelPlugin,
@@ -549,6 +555,12 @@ def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
         raise ConfigurationError(
             "--sequence-parallel has no effect without tensor parallelism.",
             fix="add --tensor-parallel-size, or leave it out",
+        )
+    if args.zero1 and args.fully_sharded:
+        raise ConfigurationError(
+            "--zero-1 and --fully-sharded exclude each other.",
+            why="fully sharded parameters shard the optimizer state, too",
+            fix="leave one of them out",
         )
     wanted: list[StrategyPlugin] = []
     if args.tensor_parallel_size > 1:
@@ -565,12 +577,17 @@ def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
     for chosen, kind in (
         (args.sequence_parallel, SequenceParallelPlugin),
         (args.zero1, Zero1Plugin),
-        (args.recompute, ActivationCheckpointingPlugin),
+        (args.fully_sharded, FullyShardedPlugin),
         (args.flash_attention, FlashAttentionPlugin),
+        (args.chunked_loss, ChunkedLossPlugin),
     ):
         if chosen:
             wanted.append(kind())
-    return wanted
+    if args.recompute is not None:
+        wanted.append(ActivationCheckpointingPlugin(modules=args.recompute))
+    of_packages = [name for name in ("context_parallel", "expert_parallel") if getattr(args, f"{name}_size") > 1]
+    entries = [{name: {f"{name}_size": getattr(args, f"{name}_size")}} for name in of_packages]
+    return [*wanted, *load_config({"plugins": entries}).plugins]
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
