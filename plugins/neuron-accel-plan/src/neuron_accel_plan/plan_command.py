@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from neuron_accel_plan.script import ScriptCount
     from neuron_accel_plan.search import Search
     from neuron_accel_plan.time import StepTime
+    from neuron_accel_plan.totals import Limits, Total
 
 DESCRIPTION = """\
 Count the memory of a rank by part, what it sends along each axis of the mesh, and its operations in one optimizer step.
@@ -174,6 +175,9 @@ def add_arguments(parser: Parser) -> None:
     search.add_argument("--jobs", type=int, metavar="N", help="processes (default: all cores)")
     search.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the fastest layout")
     where.add_argument("--price-per-hour", type=float, metavar="USD", help="of an instance, for the price of tokens")
+    where.add_argument("--tokens", metavar="N", help="of the training (2T, 100B): print its hours and price")
+    where.add_argument("--finish-in", metavar="TIME", help="whether --tokens take at most so long: 12h, 3d, 2w")
+    where.add_argument("--budget", type=float, metavar="USD", help="whether they cost at most so much")
     where.add_argument(
         "--why", action="store_true", help="also print the constants of the time, and why other layouts are not chosen"
     )
@@ -188,9 +192,12 @@ def run(args: argparse.Namespace) -> int:
     if args.script is not None:
         return _count_script(args)
     _check_price(args)
+    limits = _limits(args)
     _check_model(args)
     if args.instances is not None:
-        return _search(args)
+        return _search(args, limits)
+    if args.world_size is None and limits is not None and (limits.hours or limits.budget):
+        return _how_many(args, limits)
     _check_search(args, "pass --instances instead of --world-size to search layouts, or leave them out")
     from neuron_accel_plan.changes import smaller
     from neuron_accel_plan.entry import count_fitting, layout_of
@@ -199,7 +206,8 @@ def run(args: argparse.Namespace) -> int:
     if args.world_size is None:
         raise ConfigurationError(
             "The number of ranks is not given.",
-            fix="pass --world-size to count one layout, or --instances to search layouts",
+            fix="pass --world-size to count one layout, --instances to search layouts, or --tokens with --finish-in or "
+            "--budget to find how many instances are needed",
         )
     with naming_options(_OPTIONS), no_collection_of_what_is_there():
         planner, layout = layout_of(
@@ -228,7 +236,10 @@ def _report(
     changes: Sequence[Change] = (),
 ) -> int:
     """Prints and writes a count; returns the exit code."""
-    predicted = _predicted(counted, args)
+    predicted, limits = _predicted(counted, args), _limits(args)
+    total = None
+    if limits is not None and predicted is not None and counted.tokens:
+        total = limits.total(predicted, counted.tokens, _instances(counted))
     if args.html is not None:
         _write(args.html, {counted.mesh: (counted, predicted)})
     if args.brief:
@@ -240,6 +251,8 @@ def _report(
         printed = {**(script or counted).to_dict(), "time": plain, **others}
         if args.price_per_hour is not None and predicted is not None:
             printed["price_per_million_tokens"] = _price(counted, predicted, args)
+        if total is not None:
+            printed["training"] = total.to_dict()
         print(json.dumps(printed, indent=2))
     else:
         show(describe(counted, terminal_width()))
@@ -253,9 +266,13 @@ def _report(
         if changes:
             show("\n".join(["", *describe_changes(changes)]))
         last = describe_verdict(counted, getattr(args, "chosen", None), terminal_width())
+        if total is not None:
+            last[-1:-1] = wrap_words(str(total), terminal_width())
+            last[-1] += f"; {total.verdict()}" * bool(total.verdict())
         if last:
             show("\n".join(["", *last]))
-    return 0 if counted.fits in (True, None) and counted.compiles else 1
+    kept = total is None or (total.in_time and total.in_budget)
+    return 0 if counted.fits in (True, None) and counted.compiles and kept else 1
 
 
 # ---- a script --------------------------------------------------------------------------------------------------------
@@ -303,6 +320,27 @@ def _check_price(args: argparse.Namespace) -> None:
         raise ConfigurationError("--price-per-hour is that of an instance.", fix="add --instance, or leave it out")
 
 
+def _limits(args: argparse.Namespace) -> Limits | None:
+    """What is asked about a training of so many tokens."""
+    from neuron_accel_plan.totals import Limits, parse_hours, parse_tokens
+
+    needs = {"finish_in": ("tokens",), "budget": ("tokens", "price_per_hour"), "tokens": ("instance",)}
+    for name, others in needs.items():
+        missing = [_option(other) for other in others if getattr(args, other) is None]
+        if getattr(args, name) is not None and missing:
+            raise ConfigurationError(f"{_option(name)} needs {' and '.join(missing)}.", fix="add it, or leave it out")
+    if args.budget is not None and not 0 < args.budget < math.inf:
+        raise ConfigurationError(f"--budget is {args.budget:g}.", fix="pass US dollars, above 0")
+    if args.tokens is None:
+        return None
+    return Limits(
+        tokens=parse_tokens(args.tokens),
+        hours=None if args.finish_in is None else parse_hours(args.finish_in),
+        budget=args.budget,
+        price_per_hour=args.price_per_hour,
+    )
+
+
 _OF_A_SEARCH = ("best", "jobs", "write")
 
 
@@ -328,6 +366,7 @@ def _count_script(args: argparse.Namespace) -> int:
             fix="leave them out; the model and its layout are those of the script, whose arguments follow --",
         )
     _check_price(args)
+    _limits(args)
     _check_search(args, "leave them out")
     if not args.module and not os.path.isfile(args.script):
         raise ConfigurationError(f"There is no file {args.script}.", where=f"relative to {os.getcwd()}")
@@ -486,10 +525,91 @@ def _predicted(counted: LayoutCount, args: argparse.Namespace) -> StepTime | Non
     return None if machine is None else predict_time(counted.slowest, machine, calibration, bubble=counted.bubble)
 
 
-def _search(args: argparse.Namespace) -> int:
-    from neuron_accel_plan.calibration import load_calibration
-    from neuron_accel_plan.entry import plan
+def _search(args: argparse.Namespace, limits: Limits | None) -> int:
+    _check_layout(args, "--instances searches layouts")
+    found = _searched(args, args.instances, 10 if args.best is None else args.best)
+    total = None
+    if limits is not None and found.best:
+        total = limits.total(found.best[0].time, found.tokens, found.instances)
+    if args.write is not None and found.best:
+        found.write(args.write)
+    if args.html is not None and found.best:
+        _write(args.html, {str(ranked.layout): (ranked.count, ranked.time) for ranked in found.best})
+    if args.json:
+        training = {} if total is None else {"training": total.to_dict()}
+        print(json.dumps({**found.to_dict(), **training}, indent=2))
+    else:
+        show(describe_search(found, why=args.why))
+        if args.write is not None and found.best:
+            show(f"\nthe configuration of the first is written to {args.write}")
+        if total is not None:
+            verdict = f"; {total.verdict()}" * bool(total.verdict())
+            show("\n".join(["", *wrap_words(f"the first: {total}{verdict}", terminal_width())]))
+    return 0 if found.best and (total is None or (total.in_time and total.in_budget)) else 1
 
+
+_MOST = 64
+"""Instances up to which their number is searched."""
+
+
+def _how_many(args: argparse.Namespace, limits: Limits) -> int:
+    """Searches layouts on 1, 2, 4 and more instances, until the training ends in time, or costs more than the budget:
+    more instances are faster, and cost more."""
+    from neuron_accel import find_instance
+
+    _check_layout(args, "--finish-in and --budget search layouts")
+    from neuron_accel_plan.totals import long
+
+    several = find_instance(args.instance).multi_node
+    rows: list[list[str]] = []
+    trained: list[Total] = []
+    chosen: tuple[Search, Total] | None = None
+    for instances in (1 << n for n in range(_MOST.bit_length() if several else 1)):
+        found = _searched(args, instances, 1)
+        if not found.best:
+            rows.append([str(instances), "no layout fits", "", "", "", ""])
+            if trained:  # too few samples for so many ranks
+                break
+            continue
+        total = limits.total(found.best[0].time, found.tokens, instances)
+        price = "" if total.price is None else f"{total.price:,.0f}"
+        count = found.best[0].count
+        rows.append(
+            [
+                str(instances),
+                count.mesh,
+                _gib(count.step.peak.total).strip(),
+                long(total.hours),
+                f"{total.instance_hours:,.4g}",
+                price,
+            ]
+        )
+        trained.append(total)
+        if total.in_budget and (total.in_time or limits.hours is None):
+            chosen = (found, total)
+        if not total.in_budget or (limits.hours is not None and total.in_time):
+            break
+    if args.write is not None and chosen is not None:
+        chosen[0].write(args.write)
+    if args.json:
+        plain = None if chosen is None else {**chosen[0].to_dict(), "training": chosen[1].to_dict()}
+        tried = [{"instances": total.instances, **total.to_dict()} for total in trained]
+        print(json.dumps({"tried": tried, "chosen": plain}, indent=2))
+        return 0 if chosen else 1
+    show("\n".join(_table(["instances", "mesh", "GiB", "time", "instance-hours", "USD"], rows)))
+    if chosen is None:
+        last = f"no number of instances up to {_MOST} is enough" if several else f"one {args.instance} is not enough"
+    else:
+        search, total = chosen
+        last = f"{total.instances} x {args.instance} with {search.best[0].layout}: {total}; {total.verdict()}"
+    show("\n".join(["", *wrap_words(last, terminal_width())]))
+    if args.write is not None and chosen is not None:
+        show(f"the configuration is written to {args.write}")
+    return 0 if chosen else 1
+
+
+def _check_layout(args: argparse.Namespace, what: str) -> None:
+    """Checks that no option names a layout."""
     layout = ("world_size", "config", "accumulation", "rank", "full_depth", *_STRATEGIES)
     pipeline = ("num_microbatches", "schedule", "virtual_stages")
     given = [name for name in (*layout, *pipeline) if getattr(args, name)]
@@ -497,15 +617,21 @@ def _search(args: argparse.Namespace) -> int:
     if given:
         options = ", ".join(map(_option, given))
         raise ConfigurationError(
-            f"--instances searches layouts, and {options} name one.",
-            fix="leave --instances out and give --world-size to count it, or leave the others out",
+            f"{what}, and {options} name one.",
+            fix="give --world-size instead to count it, or leave the others out",
         )
     if args.instance is None:
         raise ConfigurationError("A search needs an instance.", fix="add --instance, such as trn1.32xlarge")
+
+
+def _searched(args: argparse.Namespace, instances: int, best: int) -> Search:
+    from neuron_accel_plan.calibration import load_calibration
+    from neuron_accel_plan.entry import plan
+
     with naming_options(_OPTIONS):
-        found = plan(
+        found: Search = plan(
             args.model,
-            instances=args.instances,
+            instances=instances,
             instance=args.instance,
             global_batch=args.global_batch,
             sequence=args.sequence,
@@ -513,21 +639,11 @@ def _search(args: argparse.Namespace) -> int:
             reserve=_reserve(args),
             price_per_hour=args.price_per_hour,
             calibration=None if args.calibration is None else load_calibration(args.calibration),
-            best=10 if args.best is None else args.best,
+            best=best,
             jobs=_cores() if args.jobs is None else args.jobs,
             progress=_progress,
         )
-    if args.write is not None and found.best:
-        found.write(args.write)
-    if args.html is not None and found.best:
-        _write(args.html, {str(ranked.layout): (ranked.count, ranked.time) for ranked in found.best})
-    if args.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    else:
-        show(describe_search(found, why=args.why))
-    if args.write is not None and found.best and not args.json:
-        show(f"\nthe configuration of the first is written to {args.write}")
-    return 0 if found.best else 1
+    return found
 
 
 def _progress(done: int, total: int) -> None:
@@ -593,9 +709,11 @@ def _plugins(args: argparse.Namespace) -> list[StrategyPlugin]:
 # ---- text ------------------------------------------------------------------------------------------------------------
 def describe(counted: LayoutCount, width: int) -> str:
     """Returns the count as text of ``width`` columns."""
+    from neuron_accel_plan.totals import big
+
     step, peak = counted.step, counted.step.peak
     lines = [
-        f"{counted.model}, {_big(counted.parameters)} parameters, as rank {counted.rank} of {counted.mesh}",
+        f"{counted.model}, {big(counted.parameters)} parameters, as rank {counted.rank} of {counted.mesh}",
         f"plugins: {', '.join(counted.plugins) or 'none'}",
         f"micro-batches of a data-parallel rank in a step: {counted.batch}",
         *([f"bubble of the pipeline: {counted.bubble:.0%} of the time"] if counted.bubble else []),
@@ -689,8 +807,10 @@ def _duration(seconds: float) -> str:
 
 def describe_search(found: Search, *, why: bool = False) -> str:
     """Returns the layouts that were found as a table, and with ``why`` the reasons of all others."""
+    from neuron_accel_plan.totals import big
+
     lines = [
-        f"{found.model}, {_big(found.parameters)} parameters, on {found.instances} x {found.instance}",
+        f"{found.model}, {big(found.parameters)} parameters, on {found.instances} x {found.instance}",
         f"the {len(found.best)} fastest that fit; {len(found.slower)} are slower, {len(found.ruled_out)} are ruled out"
         + ("" if why else " (--why says why)"),
         "",
@@ -751,10 +871,3 @@ def _gib(size: int) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.2f}"
-
-
-def _big(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
