@@ -40,6 +40,8 @@ ROUNDING = 1e-6
 """Gradients of this size are noise: losses are about 5."""
 TOO_LARGE = 5_000_000
 """Parameters of a model that did not become tiny."""
+NOT_TRIED = ("not built tiny: ", "does not train tiny in one process: ")
+"""What a reason begins with if no layout was tried: it says nothing about support."""
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -55,10 +57,10 @@ def check(model_type: str, layouts: list[str]) -> dict[str, str]:
         with torch.device("meta"):
             model = tiny_model(model_type)
     except Exception as error:
-        return dict.fromkeys(layouts, f"not built tiny: {_last_line(error)}")
+        return dict.fromkeys(layouts, NOT_TRIED[0] + _last_line(error))
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > TOO_LARGE:
-        return dict.fromkeys(layouts, f"not built tiny: {size:,} parameters")
+        return dict.fromkeys(layouts, f"{NOT_TRIED[0]}{size:,} parameters")
     if all(layout.startswith("tp") for layout in layouts):
         try:
             plan_shards(architecture_of(model), 2)
@@ -68,7 +70,7 @@ def check(model_type: str, layouts: list[str]) -> dict[str, str]:
     try:
         reference = run_ranks(train_alone, 1, build, batches(), Training(), timeout=60)[0]
     except Exception as error:
-        return dict.fromkeys(layouts, f"does not train tiny in one process: {_last_line(error)}")
+        return dict.fromkeys(layouts, NOT_TRIED[1] + _last_line(error))
     return {
         layout: _findings(model_type, layout) if layout in GRAPHS else _compare(build, layout, reference)
         for layout in layouts
@@ -156,7 +158,9 @@ HEAD = f"""\
 
 Causal language models of transformers, each built tiny from its configuration class and trained for {STEPS} steps in
 one process and sharded: losses, gradients and weights must agree to rounding. For graphs, three steps run on XLA ranks,
-and what they execute is checked as by `neuron-accel precompile --check`. Written by `nox -s families families_graphs`.
+and what they execute is checked as by `neuron-accel precompile --check`. A family is "not tried" if no tiny model of it
+could be built, or trained in one process, for the reason that is given: it may be supported. Written by
+`nox -s families families_graphs`.
 """
 
 
@@ -166,11 +170,13 @@ def title(layouts: list[str]) -> str:
 
 def table(results: dict[str, dict[str, str]], layouts: list[str]) -> str:
     """The results as a section of the document."""
-    good = [family for family, result in results.items() if all(value == "ok" for value in result.values())]
-    some = [family for family, result in results.items() if any(value == "ok" for value in result.values())]
-    count = f"{len(good)} of {len(results)} families pass"
+    tried = [result for result in results.values() if not all(value.startswith(NOT_TRIED) for value in result.values())]
+    good = [result for result in tried if all(value == "ok" for value in result.values())]
+    some = [result for result in tried if any(value == "ok" for value in result.values())]
+    count = f"{len(good)} of {len(tried)} families that were tried pass"
     if len(layouts) > 1:
         count += f" every layout, {len(some)} at least one"
+    count += f"; {len(results) - len(tried)} were not tried"
     lines = [
         title(layouts),
         f"{count}.",
@@ -179,10 +185,14 @@ def table(results: dict[str, dict[str, str]], layouts: list[str]) -> str:
         "|---" * (len(layouts) + 2) + "|",
     ]
     for family, result in results.items():
-        marks = ["yes" if result[layout] == "ok" else "no" for layout in layouts]
+        marks = [_mark(result[layout]) for layout in layouts]
         reasons = dict.fromkeys(value for value in result.values() if value != "ok")
         lines.append(f"| {family} | {' | '.join(marks)} | {'; '.join(reasons).replace('|', '/')} |")
     return "\n".join(lines) + "\n"
+
+
+def _mark(value: str) -> str:
+    return "yes" if value == "ok" else "not tried" if value.startswith(NOT_TRIED) else "no"
 
 
 def write(path: Path, section: str, layouts: list[str]) -> None:
