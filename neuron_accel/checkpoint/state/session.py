@@ -25,7 +25,7 @@ from neuron_accel.checkpoint.format.manifest import NAME, Manifest, has_manifest
 from neuron_accel.checkpoint.state.fitting import check_counters
 from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
-from neuron_accel.checkpoint.state.lock import Lease, SaveLock, is_being_saved, is_this_process, lock_of, this_process
+from neuron_accel.checkpoint.state.lock import SaveLock, this_process
 from neuron_accel.checkpoint.state.lock import describe as describe_process
 from neuron_accel.checkpoint.state.matching import describe_model
 from neuron_accel.checkpoint.state.resume import (
@@ -337,8 +337,8 @@ class Checkpoints:
     def __init__(self, run: Run, files: Files | None = None) -> None:
         self._run, self._files = run, files or Files()
         self._pending: BackgroundSave | None = None
-        self._lock: SaveLock | Lease | None = None
-        self._saved: set[Location] = set()  # folders into which this run has saved
+        self._lock: SaveLock | None = None
+        self._saved: dict[Location, str] = {}  # tokens of the last saves of this run, by folder
         self._saves, self._counted = 0, set[Location]()  # saves so far, beginning with those found in these folders
         self._memory = StagingMemory()
         self._waits_for_requests = False
@@ -381,7 +381,7 @@ class Checkpoints:
         contents = Contents(
             items=written_here(captured.items, run), state=captured.state, state_tensors=captured.tensors
         )
-        lock, is_new = lock_of(folder, files), isinstance(folder, Path) and not folder.exists()
+        lock, is_new = SaveLock(folder, files), isinstance(folder, Path) and not folder.exists()
         generation = agreed(run, lambda: self._open(folder, contents, training, auxiliary, lock, is_new))
         generation, token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
         destination = Destination(
@@ -391,7 +391,7 @@ class Checkpoints:
         def finished() -> None:
             if keep is not None:
                 prune(folder.parent, keep, files)
-            self._saved.add(folder)
+            self._saved[folder] = token
             lock.release()
 
         self._lock = lock
@@ -427,7 +427,7 @@ class Checkpoints:
         contents: Contents,
         training: TrainingObjects,
         auxiliary: Callable[[], Mapping[str, bytes]],
-        lock: SaveLock | Lease,
+        lock: SaveLock,
         is_new: bool,
     ) -> int:
         """Prepares a save on the main process: creates folders, acquires the lock and completes ``contents``. Returns
@@ -471,7 +471,8 @@ class Checkpoints:
             self._files.remove(folder / NAME)
             return 0
         other = manifest.info.get("saved_by")
-        if folder in self._saved and isinstance(other, dict) and not is_this_process(other):
+        other = other if isinstance(other, dict) else {}
+        if folder in self._saved and manifest.info.get("save") != self._saved[folder]:
             raise CheckpointError(
                 f"Another run, {describe_process(other)}, has saved into this folder since this run did.",
                 where=str(folder),
@@ -618,10 +619,10 @@ def prune(folder: Location, keep: int, files: Files) -> list[Location]:
     complete = [(number, path) for number, path in numbered(folder).items() if has_manifest(path)]
     if not complete:
         return []
-    newest = complete[-1][0]
+    number, newest = complete[-1]
     old = [path for _, path in complete[:-keep]]
-    incomplete = [path for number, path in numbered(folder).items() if number < newest and not has_manifest(path)]
-    old += [path for path in incomplete if not is_being_saved(path)]
+    incomplete = [path for other, path in numbered(folder).items() if other < number and not has_manifest(path)]
+    old += [path for path in incomplete if not SaveLock(path, files).is_held(newest / NAME)]
     for path in old:
         files.remove(path / NAME)
         files.sync_folder(path)

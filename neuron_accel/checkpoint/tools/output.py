@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from neuron_accel.checkpoint.format.files import Files, failure, read_bytes
 from neuron_accel.checkpoint.format.index import UNFINISHED
 from neuron_accel.checkpoint.state.lock import NAME as LOCK
-from neuron_accel.checkpoint.state.lock import is_lock, lock_of
+from neuron_accel.checkpoint.state.lock import SaveLock
 from neuron_accel.errors import CheckpointError, NeuronAccelError
 from neuron_accel.storage import Location, RemotePath
 
@@ -33,7 +33,7 @@ class Output:
 
     def __init__(self, folder: Location, files: Files) -> None:
         self.folder, self._files = folder, files
-        self._lock = lock_of(folder, files)
+        self._lock = SaveLock(folder, files)
         self._is_new = isinstance(folder, Path) and not folder.exists()
         self._names: list[str] = []
 
@@ -60,7 +60,7 @@ class Output:
 
     def contents(self) -> list[Location]:
         """The contents of the folder, without the files of this class and without empty folders."""
-        paths: list[Location] = [path for path in self.folder.iterdir() if not is_lock(path.name)]
+        paths: list[Location] = [path for path in self.folder.iterdir() if path.name != LOCK]
         return [path for path in paths if not path.is_dir() or any(path.iterdir())]
 
     def announce(self, names: Iterable[str]) -> None:
@@ -77,8 +77,6 @@ class Output:
         """Removes the files of a run that was killed."""
         mark = self.folder / UNFINISHED
         if isinstance(self.folder, Path):
-            for path in self.folder.glob(f"{LOCK}.*"):
-                path.unlink(missing_ok=True)
             self._files.remove(_temporary(mark))
         if not mark.exists():
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import subprocess
@@ -16,7 +15,7 @@ import torch
 from neuron_accel import NeuronAccelerator
 from neuron_accel.checkpoint.format.files import Files
 from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
-from neuron_accel.checkpoint.state import lock as lock_module
+from neuron_accel.checkpoint.state.lock import SaveLock
 from neuron_accel.checkpoint.state.session import Session
 from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.errors import CheckpointError
@@ -145,8 +144,7 @@ def test_after_a_failure_in_the_background_the_next_save_is_tried(tmp_path):
 def _save_beside_another_run(folder: str) -> None:
     trained = Trained("gpt2-tied", [TP2])
     accelerator, is_main = trained.accelerator, trained.accelerator.is_main_process
-    other = {"host": "another", "pid": 7, "namespace": "", "started": 0.0}
-    lock, manifest = Path(folder, lock_module.NAME), Path(folder, NAME)
+    lock, manifest = SaveLock(Path(folder), Files()), Path(folder, NAME)
     trained.step(BATCHES[0])
     accelerator.save_state(folder)
     before = tree(Path(folder))
@@ -158,14 +156,15 @@ def _save_beside_another_run(folder: str) -> None:
         accelerator.wait_for_everyone()
 
     if is_main:
-        lock.write_text(json.dumps(other))
+        lock.acquire()
     for background in (False, True):
-        told("process 7 on another is saving into this folder", async_save=background)
+        told("process .* is saving into this folder", async_save=background)
     if is_main:
-        lock.unlink()
+        lock.release()
         assert tree(Path(folder)) == before
         saved = read_manifest(Path(folder))
-        manifest.write_bytes(replace(saved, info={**saved.info, "saved_by": other}).to_bytes())
+        other = {"saved_by": {"host": "another", "pid": 7}, "save": "another's"}
+        manifest.write_bytes(replace(saved, info={**saved.info, **other}).to_bytes())
     told("Another run, process 7 on another, has saved into this folder since this run did")
     accelerator.load_state(folder)  # it may be loaded
     accelerator.save_state(folder + "-own")

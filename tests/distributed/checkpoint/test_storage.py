@@ -9,10 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 import traceback
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 import torch
@@ -286,29 +285,38 @@ def test_a_save_that_is_killed_at_any_request_leaves_the_old_or_the_new_checkpoi
 
 
 # ---- two runs, one folder --------------------------------------------------------------------------------------------
-OTHER = {"host": "another", "pid": 7, "namespace": "", "started": 0.0, "token": "t"}
+OTHER = json.dumps({"host": "another", "pid": 7, "namespace": "", "token": "t"}).encode()
 
 
 def _save_beside_another_run(url: str) -> None:
     register()
+    lock_module.RENEW_S, lock_module.WAIT_S = 0.2, 1.0
     trained = Trained("gpt2-tied", [TP2])
     accelerator, is_main = trained.accelerator, trained.accelerator.is_main_process
-    lease = location(f"{url}/c/.saving.t.json")
+    mark = location(f"{url}/c/{lock_module.NAME}")
     bucket = Path(url.removeprefix("objects://"))
     accelerator.save_state(f"{url}/c")
     before = contents_of(bucket)
     accelerator.wait_for_everyone()
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(0.02):
+            mark.put(OTHER)
+
+    thread = threading.Thread(target=renew)
     if is_main:
-        lease.put(json.dumps(OTHER).encode())
+        mark.put(OTHER)
+        thread.start()
     for background in (False, True):
         accelerator.wait_for_everyone()
         with pytest.raises(CheckpointError, match="process 7 on another is saving into this folder"):
             accelerator.save_state(f"{url}/c", async_save=background)
     accelerator.wait_for_everyone()
     if is_main:
-        assert contents_of(bucket).keys() - before.keys() == {"c/.saving.t.json"}
-        old = time.time() - lock_module.STALE_S - 5
-        os.utime(bucket / quote("c/.saving.t.json", safe=""), (old, old))  # it has died
+        over.set()  # it has died
+        thread.join()
+        assert contents_of(bucket).keys() - before.keys() == {f"c/{lock_module.NAME}"}
     accelerator.wait_for_everyone()
     accelerator.save_state(f"{url}/c")
     if is_main:
@@ -360,12 +368,11 @@ def _prune_beside_another_run(url: str) -> None:
     root = location(f"{url}/checkpoints")
     (root / "checkpoint_0/tensor_parallel_shards/rank_00-g0-abc.safetensors").put(b"left over")
     (root / "checkpoint_1/tensor_parallel_shards/rank_00-g0-def.safetensors").put(b"being written")
-    (root / "checkpoint_1/.saving.t.json").put(json.dumps(OTHER).encode())
+    (root / "checkpoint_1" / lock_module.NAME).put(OTHER)
     (root / "notes.txt").put(b"of another run")
     trained.accelerator.save_state()
     found = {name.split("/")[1] for name in contents_of(bucket)}
     assert found == {"checkpoint_1", "checkpoint_3", "notes.txt"}
-    assert not [name for name in contents_of(bucket) if ".probe" in name]
 
 
 def test_retention_removes_what_was_left_over_but_not_what_another_run_is_saving(tmp_path):
