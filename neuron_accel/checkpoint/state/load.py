@@ -115,7 +115,9 @@ def filled_up(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, missing)).view(shape) if missing else flat.view(shape)
 
 
-def load(training: TrainingObjects, folder: Location, *, verify: bool = True) -> dict[str, int]:
+def load(
+    training: TrainingObjects, folder: Location, *, verify: bool = True
+) -> tuple[dict[str, int], Mapping[str, Any]]:
     """Loads a checkpoint, or the weights of an unsharded folder of transformers. Collective.
 
     Args:
@@ -124,7 +126,7 @@ def load(training: TrainingObjects, folder: Location, *, verify: bool = True) ->
         verify: whether to compare all files with their checksums first.
 
     Returns:
-        The saved counters; an empty dict for a folder of transformers.
+        The saved counters, and what the manifest says of the run that saved; both empty for a folder of transformers.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is damaged or does not fit; nothing is changed then.
@@ -134,7 +136,7 @@ def load(training: TrainingObjects, folder: Location, *, verify: bool = True) ->
         if (main := training.main_model()) is not None:
             load_weights(main, folder, run)
         refresh_masters(training.optimizers, run)
-        return {}
+        return {}, {}
     manifest = agreed(run, lambda: read_manifest(folder))
     if verify:
         agreed(run, lambda: _check_files(folder, manifest, run))
@@ -149,7 +151,7 @@ def load(training: TrainingObjects, folder: Location, *, verify: bool = True) ->
         agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
-    return restored.counters
+    return restored.counters, manifest.info
 
 
 def load_weights(

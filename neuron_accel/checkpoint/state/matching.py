@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.index import Index, described_model, model_collection, model_in_words, name_models
 from neuron_accel.checkpoint.state.snapshot import buffers_of
+from neuron_accel.checkpoint.state.training import describe_model
 from neuron_accel.errors import CheckpointError
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import PreparedModel
-
-
-def describe_model(model: PreparedModel) -> dict[str, Any]:
-    """Returns what the manifest says of a model."""
-    return {"class": type(model.original).__name__, "trains": model.optimizable}
 
 
 def match_models(

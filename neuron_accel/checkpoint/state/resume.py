@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``load_state(resume="latest")`` finds in a folder, and what it says about it."""
+"""Which checkpoints a folder has, which of them are loaded or removed, and what is said about it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_accel.checkpoint.format.files import failure, read_bytes
+from neuron_accel.checkpoint.format.files import Files, failure, read_bytes
 from neuron_accel.checkpoint.format.manifest import NAME, Manifest, has_manifest
+from neuron_accel.checkpoint.state.lock import SaveLock
+from neuron_accel.checkpoint.state.save import is_of_a_save
 from neuron_accel.errors import CheckpointError, ConfigurationError
-from neuron_accel.storage import Location
+from neuron_accel.storage import Location, RemotePath
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 NUMBERED = "checkpoints"
@@ -193,3 +195,29 @@ def _contents(folder: Location) -> list[Location]:
         return list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise failure("read", folder, error) from error
+
+
+def prune(folder: Location, keep: int, files: Files) -> list[Location]:
+    """Removes all but the newest ``keep`` complete checkpoints, and incomplete ones that are older than the newest, but
+    not one that another process is saving.
+
+    Must be called when the newest is durable. The manifest of a checkpoint is removed first, so that an interruption
+    does not leave a folder that looks complete.
+
+    Returns:
+        The removed folders.
+    """
+    complete = [(number, path) for number, path in numbered(folder).items() if has_manifest(path)]
+    if not complete:
+        return []
+    number, newest = complete[-1]
+    old = [path for _, path in complete[:-keep]]
+    incomplete = [path for other, path in numbered(folder).items() if other < number and not has_manifest(path)]
+    old += [path for path in incomplete if not SaveLock(path, files).is_held(newest / NAME)]
+    for path in old:
+        files.remove(path / NAME)
+        files.sync_folder(path)
+        files.remove(path, is_folder=True)
+        if isinstance(path, RemotePath):
+            path.abort_uploads(is_of_a_save)
+    return old

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.checkpoint.format.files import Files, Written, checksums_of
+from neuron_accel.checkpoint.format.files import checksums_of
 from neuron_accel.checkpoint.format.index import (
     METADATA,
-    kind_of,
     master_collection,
     model_collection,
     plugin_collection,
@@ -23,13 +22,11 @@ from neuron_accel.checkpoint.format.index import (
 from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER
 from neuron_accel.checkpoint.format.source import place_of
 from neuron_accel.checkpoint.format.tensorfile import encode_header, item_size
-from neuron_accel.checkpoint.state.staging import StagingMemory
 from neuron_accel.engine.optim.twin import ShardedOptimizer, ShardedState, StatePiece
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, did_you_mean
-from neuron_accel.storage import Location
 
 if TYPE_CHECKING:
     from neuron_accel.backends.group import Group
@@ -431,39 +428,9 @@ def _speaks(item: Item, coordinates: dict[str, int]) -> bool:
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
-def copy_to_host(items: Sequence[Item], memory: StagingMemory, threads: int) -> list[Item]:
-    """Returns the items with their tensors copied to ``memory``, so that training does not change them."""
-    copies = memory.copy([item.tensor for item in items], threads)
-    return [replace(item, tensor=copy) for item, copy in zip(items, copies, strict=True)]
-
-
-def write_items(folder: Location, items: Iterable[Item], run_facts: RankFacts, suffix: str, files: Files) -> FileList:
-    """Writes the tensors of this rank, one file for each kind. Returns the files, which are then on disk.
-
-    Raises:
-        CheckpointError: if a file cannot be written.
-    """
-    by_kind: dict[str, list[Item]] = {}
-    for item in items:
-        by_kind.setdefault(item.kind, []).append(item)
-    result: FileList = {}
-    for kind, members in sorted(by_kind.items()):
-        relative = f"{folder_of(kind)}/{run_facts.file_name(suffix)}"
-        members.sort(key=lambda i: (i.collection, i.name, i.start or 0))
-        result[relative] = (
-            kind_of(kind, run_facts.replica),
-            files.write(folder / relative, file_parts(members, run_facts.coordinates)),
-        )
-    return result
-
-
 def folder_of(kind: str) -> str:
     """Returns the folder, within a checkpoint, of the files of one kind."""
     return MODEL_FOLDER if kind == "model" else kind
-
-
-FileList = dict[str, tuple[str, Written]]
-"""Kind, and size with checksums, of each file by its relative path."""
 
 
 @dataclass(frozen=True, kw_only=True)

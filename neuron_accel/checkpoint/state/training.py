@@ -4,8 +4,11 @@ restored."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
+import os
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +30,7 @@ from neuron_accel.checkpoint.state.fitting import (
     check_values,
     fits,
 )
+from neuron_accel.checkpoint.state.lock import this_process
 from neuron_accel.checkpoint.state.snapshot import (
     Item,
     buffers_of,
@@ -37,6 +41,7 @@ from neuron_accel.checkpoint.state.snapshot import (
 )
 from neuron_accel.engine.optim.twin import ReplicaState, ShardedState
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
+from neuron_accel.engine.plan.restart import RUN
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError, NeuronAccelError
 
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+_LIBRARIES = ("neuron-accel", "torch", "accelerate", "transformers", "safetensors", "torch-xla", "torch-neuronx")
 
 
 @dataclass(kw_only=True)
@@ -83,21 +89,25 @@ class TrainingObjects:
 
 
 @dataclass(kw_only=True)
-class Captured:
-    """The captured state on this rank.
+class Contents:
+    """What one rank saves. All fields but ``items`` are used on the main process only.
 
     Args:
-        items: all tensors of models and optimizers on this rank.
-        state: all other state, encoded; complete on the main process only.
+        items: tensors of models, optimizers and plugins.
+        state: all other state, encoded.
         tensors: the tensors that ``state`` refers to.
+        info: ``info`` of the manifest.
+        auxiliary: further files by name, such as the configuration of a model or the files of a tokenizer.
     """
 
     items: list[Item]
-    state: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
+    state: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    auxiliary: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def capture(training: TrainingObjects) -> Captured:
+def capture(training: TrainingObjects) -> Contents:
     """Captures the state of all objects. Collective; state of other ranks is gathered on the main process.
 
     Raises:
@@ -110,7 +120,42 @@ def capture(training: TrainingObjects) -> Captured:
     everyone = run.backend.all_gather_object(facts, run.world)
     tensors: dict[str, torch.Tensor] = {}
     state = agreed(run, lambda: _state(training, everyone, tensors) if run.backend.rank == 0 else {})
-    return Captured(items=items, state=state, tensors=tensors)
+    return Contents(items=items, state=state, tensors=tensors)
+
+
+def describe(training: TrainingObjects) -> dict[str, Any]:
+    """Returns ``info`` of the manifest: a description of the run that saves a checkpoint."""
+    run = training.run
+    plan = run.plan.to_dict()
+    return {
+        "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "saved_by": this_process(),
+        "run": os.environ.get(RUN),
+        "world_size": run.mesh.world_size,
+        "mesh": mesh_to(run.mesh),
+        "plan": plan,
+        "fingerprint": run.plan.fingerprint(),
+        "plugins": dict(run.plan.provenance),
+        "libraries": _versions(),
+        "models": [None if m is None else describe_model(m) for m in training.models],
+        "optimizers": [type(getattr(o, "optimizer", o)).__name__ for o in training.optimizers],
+        "counters": dict(training.counters),
+    }
+
+
+def _versions() -> dict[str, str]:
+    result = {}
+    for name in _LIBRARIES:
+        try:
+            result[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return result
+
+
+def describe_model(model: PreparedModel) -> dict[str, Any]:
+    """Returns what the manifest says of a model."""
+    return {"class": type(model.original).__name__, "trains": model.optimizable}
 
 
 def _local(training: TrainingObjects) -> tuple[list[Item], dict[str, Any]]:

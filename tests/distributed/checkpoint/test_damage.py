@@ -17,7 +17,8 @@ import torch
 
 from neuron_accel.checkpoint.format.files import Files
 from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
-from neuron_accel.checkpoint.state.session import Session, latest, numbered
+from neuron_accel.checkpoint.state.resume import latest, numbered
+from neuron_accel.checkpoint.state.session import Session
 from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.errors import CheckpointError
 from neuron_accel.testing import run_ranks

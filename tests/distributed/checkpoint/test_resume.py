@@ -431,7 +431,7 @@ def _with_a_clock(root: str, *years: str) -> str | None:
     """Saves once at each time, into a folder named by it, and returns what would be loaded."""
     accelerator = NeuronAccelerator()
     for year in years:
-        with mock.patch("neuron_accel.checkpoint.state.session.time.strftime", lambda *_, year=year: year):
+        with mock.patch("neuron_accel.checkpoint.state.training.time.strftime", lambda *_, year=year: year):
             accelerator.save_state(os.path.join(root, f"in{year}"))
         os.utime(os.path.join(root, f"in{year}", "manifest.json"), (int(year), int(year)))
     return accelerator.load_state(root, resume="latest").folder
