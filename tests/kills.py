@@ -36,8 +36,7 @@ from typing import Any
 
 import psutil
 
-from neuron_accel.checkpoint.format.manifest import NAME, has_manifest
-from neuron_accel.checkpoint.state.resume import latest
+from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, latest
 from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.checkpoint.tools.reshard import Sharding, reshard

@@ -19,17 +19,18 @@ import torch
 from transformers.trainer_pt_utils import safe_globals
 
 from neuron_accel.checkpoint.format.files import threads_of
-from neuron_accel.checkpoint.format.index import Index, state_collection
+from neuron_accel.checkpoint.format.index import Index
 from neuron_accel.checkpoint.format.pickled import read_containers
 from neuron_accel.checkpoint.format.source import Bytes, Chunk, SourceTensor
+from neuron_accel.checkpoint.format.tensorfile import state_collection
 from neuron_accel.checkpoint.state.load import fulfil, load_weights, optimizer_needs, refresh_masters
+from neuron_accel.checkpoint.state.restore import set_options
 from neuron_accel.checkpoint.state.snapshot import pieces_of
 from neuron_accel.checkpoint.state.training import (
     TrainingObjects,
     group_names,
     random_state,
     reseed,
-    set_options,
     set_random_state,
 )
 from neuron_accel.engine.runtime.run import agreed

@@ -81,28 +81,6 @@ class Files:
         Raises:
             CheckpointError: if the file cannot be written.
         """
-        if isinstance(path, RemotePath):
-            return self._upload(path, parts)
-        size, checksums = 0, _Checksums()
-        try:
-            self.operation("open", path)
-            with open(path, "wb", buffering=0) as file, _removed_on_failure(path):
-                for part in parts:
-                    view = memoryview(part).cast("B")
-                    for begin in range(0, len(view), _CHUNK):
-                        chunk = view[begin : begin + _CHUNK]
-                        self.operation("write", path)
-                        checksums.update(chunk)
-                        size += len(chunk)
-                        while chunk:
-                            chunk = chunk[file.write(chunk) :]
-                self.operation("fsync", path)
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise failure("written", path, error) from error
-        return Written(size, checksums.of_blocks())
-
-    def _upload(self, path: RemotePath, parts: Iterable[bytes | memoryview]) -> Written:
         size, checksums = 0, _Checksums()
 
         def chunks() -> Iterator[memoryview]:
@@ -116,11 +94,7 @@ class Files:
                     size += len(chunk)
                     yield chunk
 
-        try:
-            self.operation("open", path)
-            path.upload(chunks())
-        except OSError as error:
-            raise failure("written", path, error) from error
+        self._put(path, chunks())
         return Written(size, checksums.of_blocks())
 
     def assemble(self, path: Location, parts: Iterable[bytes | memoryview | Extent]) -> None:
@@ -130,20 +104,23 @@ class Files:
         Raises:
             CheckpointError: if the file cannot be written, or a slice cannot be read.
         """
-        if isinstance(path, RemotePath):
-            self._upload(path, (view for part in parts for view in _in_memory(part)))
-            return
+
+        def announced() -> Iterator[bytes | memoryview | Extent]:
+            for part in parts:
+                self.operation("write", path)
+                yield part
+
+        self._put(path, announced())
+
+    def _put(self, path: Location, parts: Iterable[bytes | memoryview | Extent]) -> None:
         try:
             self.operation("open", path)
+            if isinstance(path, RemotePath):
+                path.upload(block for part in parts for block in _in_memory(part))
+                return
             with open(path, "wb", buffering=0) as file, _removed_on_failure(path):
                 for part in parts:
-                    self.operation("write", path)
-                    if isinstance(part, Extent):
-                        _copy_extent(part, file.fileno())
-                        continue
-                    left = memoryview(part).cast("B")
-                    while left:
-                        left = left[file.write(left) :]
+                    _append(part, file.fileno())
                 self.operation("fsync", path)
                 os.fsync(file.fileno())
         except OSError as error:
@@ -152,7 +129,7 @@ class Files:
     def replace(self, path: Location, contents: bytes) -> Written:
         """Replaces the contents of a file atomically. If that fails, the file is as before."""
         if isinstance(path, RemotePath):
-            return self._upload(path, [contents])
+            return self.write(path, [contents])
         temporary = path.with_name(f".{path.name}.new")
         written = self.write(temporary, [contents])
         try:
@@ -284,37 +261,31 @@ def too_short(path: Location | str) -> CheckpointError:
     return CheckpointError(f"{_name(path)!r} ends too early.", where=str(path), why="it was truncated")
 
 
-def _copy_extent(extent: Extent, target: int) -> None:
-    """Appends an extent to an open file: with copy_file_range(2), which may share blocks instead of copying them, or
+def _append(part: bytes | memoryview | Extent, target: int) -> None:
+    """Appends to an open file: an extent with copy_file_range(2), which may share blocks instead of copying them, or
     through memory where that is not possible.
 
     Raises:
-        CheckpointError: if the file ends before the extent does.
+        CheckpointError: if the file of an extent ends before the extent does.
     """
-    offset, end = extent.offset, extent.offset + extent.size
-    if isinstance(extent.path, RemotePath):
-        for block in _in_memory(extent):
-            left = memoryview(block)
-            while left:
-                left = left[os.write(target, left) :]
-        return
-    with open(open_file(extent.path), "rb", buffering=0) as source:
-        by_system = hasattr(os, "copy_file_range")
-        while offset < end:
-            size = min(_CHUNK if not by_system else BLOCK, end - offset)
-            if by_system:
+    if isinstance(part, Extent) and isinstance(part.path, Path) and hasattr(os, "copy_file_range"):
+        with open(open_file(part.path), "rb", buffering=0) as source:
+            while part.size:
                 try:
-                    count = os.copy_file_range(source.fileno(), target, size, offset)
+                    count = os.copy_file_range(source.fileno(), target, min(BLOCK, part.size), part.offset)
                 except OSError as error:
                     if error.errno not in _CANNOT_COPY:
                         raise
-                    by_system = False
-                    continue
+                    break
+                if not count:
+                    raise too_short(part.path)
+                part = Extent(part.path, part.offset + count, part.size - count)
             else:
-                count = os.write(target, os.pread(source.fileno(), size, offset))
-            if not count:
-                raise too_short(extent.path)
-            offset += count
+                return
+    for block in _in_memory(part):
+        left = memoryview(block).cast("B")
+        while left:
+            left = left[os.write(target, left) :]
 
 
 class _Checksums:

@@ -12,53 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import failure, in_order, read_bytes
-from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, Manifest, has_manifest, locate
+from neuron_accel.checkpoint.format.manifest import KINDS, MODEL_FOLDER, Manifest, has_manifest, kind_of, locate
 from neuron_accel.checkpoint.format.pickled import read_pickled
 from neuron_accel.checkpoint.format.source import Chunk, SourceTensor
-from neuron_accel.checkpoint.format.tensorfile import Header, read_header
+from neuron_accel.checkpoint.format.tensorfile import METADATA, Header, model_collection, read_header, state_collection
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, LayoutError
 from neuron_accel.storage import THREADS, Location, RemotePath
 
-METADATA = "neuron_accel"
-"""Key, in the metadata of a safetensors file, of the description of its tensors."""
-
-
-KINDS = ("model", "optimizer", "plugin")
-"""Kinds of files with tensors. The name of a collection begins with its kind."""
-
 MOST_RANKS = 2**20
 """Largest number of ranks over which a tensor may be sharded, so that a forged file cannot cause a very long loop."""
-
-
-def model_collection(index: int) -> str:
-    """Returns the name of the collection of the parameters and buffers of the model at ``index``."""
-    return f"model.{index}"
-
-
-def state_collection(index: int, entry: str) -> str:
-    """Returns the name of the collection of one entry of an optimizer's state, such as ``exp_avg``."""
-    return f"optimizer.{index}.state.{entry}"
-
-
-def plugin_collection(plugin: str, key: str) -> str:
-    """Returns the name of the collection of a plugin's state ``key`` that is sharded like the parameters."""
-    return f"plugin.{plugin}.{key}"
-
-
-def kind_of(base: str, replica: int) -> str:
-    """Returns the kind of a file in the manifest: ``model``, ``optimizer`` or ``plugin``, followed by ``@`` and the
-    number of the replica if it is not the first. A reader without support for replicas thus reads the first."""
-    return f"{base}@{replica}" if replica else base
-
-
-def replicas_in(manifest: Manifest) -> int:
-    """Returns the number of replicas of which a checkpoint has a copy."""
-    kinds = {entry.kind for entry in manifest.files.values()}
-    count = 1
-    while any(kind_of(base, count) in kinds for base in KINDS):
-        count += 1
-    return count
 
 
 def models_of(manifest: Manifest) -> list[Mapping[str, Any] | None]:
@@ -87,12 +50,6 @@ def name_models(numbers: Iterable[int], described: Sequence[Mapping[str, Any] | 
 def trained_models(numbers: Sequence[int], described: Sequence[Mapping[str, Any] | None]) -> list[int]:
     """Returns the numbers of the models that are trained, or of which the manifest says nothing."""
     return [n for n in numbers if described_model(described, n).get("trains", True)]
-
-
-def master_collection(index: int) -> str:
-    """Returns the name of the collection of an optimizer's master weights, if they are separate from the model's
-    weights."""
-    return f"optimizer.{index}.master"
 
 
 @dataclass

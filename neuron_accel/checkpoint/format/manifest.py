@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a checkpoint.
+"""The manifest of a checkpoint, and which folders are complete checkpoints.
 
 ``manifest.json`` is written last. It lists every file with its size and checksums, and contains a checksum of itself. A
 folder with a manifest is therefore complete, and later changes are detected.
@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import checksum_of_block, failure, number_of_blocks, read_bytes
+from neuron_accel.checkpoint.format.tensorfile import unique_keys
 from neuron_accel.errors import CheckpointError
 from neuron_accel.storage import Location, RemotePath
 
@@ -25,6 +27,10 @@ VERSION = 1
 MODEL_FOLDER = "tensor_parallel_shards"
 """Name of the folder of the model's files, for any kind of sharding. Scripts written for optimum-neuron consolidate
 this folder."""
+
+
+KINDS = ("model", "optimizer", "plugin")
+"""Kinds of files with tensors. The name of a collection begins with its kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,7 @@ class Manifest:
             CheckpointError: if ``data`` is not a manifest, is damaged, or lists a file outside of the folder.
         """
         try:
-            body = json.loads(data.decode(), object_pairs_hook=_unique)
+            body = json.loads(data.decode(), object_pairs_hook=unique_keys)
             digest = body.pop("sha256")
             if digest != _digest(body):
                 raise ValueError("its checksum does not match")
@@ -98,6 +104,26 @@ class Manifest:
     def of_kind(self, kind: str) -> list[str]:
         """Returns the relative paths of the files of one kind."""
         return [path for path, entry in self.files.items() if entry.kind == kind]
+
+
+def folder_of(kind: str) -> str:
+    """Returns the folder, within a checkpoint, of the files of one kind."""
+    return MODEL_FOLDER if kind == "model" else kind
+
+
+def kind_of(base: str, replica: int) -> str:
+    """Returns the kind of a file in the manifest: ``model``, ``optimizer`` or ``plugin``, followed by ``@`` and the
+    number of the replica if it is not the first. A reader without support for replicas thus reads the first."""
+    return f"{base}@{replica}" if replica else base
+
+
+def replicas_in(manifest: Manifest) -> int:
+    """Returns the number of replicas of which a checkpoint has a copy."""
+    kinds = {entry.kind for entry in manifest.files.values()}
+    count = 1
+    while any(kind_of(base, count) in kinds for base in KINDS):
+        count += 1
+    return count
 
 
 def has_manifest(folder: Location) -> bool:
@@ -191,13 +217,6 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key comes twice")
-    return result
-
-
 def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
     result = FileEntry(**{**entry, "checksums": tuple(entry["checksums"])})
     if type(result.size) is not int or not all(isinstance(v, str) for v in (*result.checksums, result.kind)):
@@ -219,3 +238,70 @@ def _checked(path: str) -> str:
     ):
         raise ValueError(f"the path {path!r} is not one of a file in the folder")
     return path
+
+
+# ---- The checkpoints in a folder -------------------------------------------------------------------------------------
+_NAME = re.compile(r"checkpoint_(\d+)")
+NUMBERED = "checkpoints"
+"""The folder of a project in which checkpoints are numbered."""
+
+
+def numbered(folder: Location) -> dict[int, Location]:
+    """Returns the folders ``checkpoint_N`` by number, complete or not."""
+    matches = ((_NAME.fullmatch(path.name), path) for path in _contents(folder))
+    return dict(sorted((int(m.group(1)), path) for m, path in matches if m and path.is_dir()))
+
+
+def latest(folder: Location) -> Location | None:
+    """Returns the complete checkpoint ``checkpoint_N`` with the highest number in ``folder``, or None.
+
+    Incomplete checkpoints, and those whose manifest is damaged, are skipped.
+    """
+    return next((path for path in reversed(numbered(folder).values()) if when_saved(path) is not None), None)
+
+
+def latest_of(folder: Location) -> Location | None:
+    """Returns the complete checkpoint that was saved last, of ``folder`` itself, the folders in it and those in its
+    folder ``checkpoints``; None if there is none."""
+    places = (folder, *_contents(folder), *_contents(folder / NUMBERED))
+    complete = [(saved, path) for path in places if (saved := when_saved(path)) is not None]
+    return max(complete, key=lambda found: (found[0], str(found[1])))[1] if complete else None
+
+
+def last_number(folder: Location) -> int:
+    """The largest number of saves of the complete checkpoints in ``folder``; 0 without one."""
+    try:
+        return max((saved[0] for path in _contents(folder) if (saved := when_saved(path)) is not None), default=0)
+    except (CheckpointError, OSError):
+        return 0
+
+
+def when_saved(path: Location) -> tuple[int, str, int] | None:
+    """Orders checkpoints by when they were saved: by the number of saves, which only grows, and those of versions
+    without it before them, by the time in their manifest and then that of the file. None if a checkpoint is incomplete,
+    or its manifest is damaged. An error of a store is raised, since an older checkpoint would be loaded instead."""
+    if not has_manifest(path):
+        return None
+    try:
+        stored, written = read_bytes(path / NAME), (path / NAME).stat().st_mtime_ns
+    except OSError:
+        return None
+    try:
+        info = Manifest.from_bytes(stored, str(path / NAME)).info
+    except CheckpointError:
+        return None
+    number = saves_in(info)
+    return (number, "", 0) if number else (0, str(info.get("saved", "")), written)
+
+
+def saves_in(info: Mapping[str, Any]) -> int:
+    """The number of saves in what a manifest says; 0 without one."""
+    number = info.get("saves")
+    return number if type(number) is int and 0 < number < 2**63 else 0
+
+
+def _contents(folder: Location) -> list[Location]:
+    try:
+        return list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise failure("read", folder, error) from error

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from neuron_accel.checkpoint.format.files import Extent
 from neuron_accel.checkpoint.format.pickled import is_mapped, read_pickled
 from neuron_accel.checkpoint.format.ranges import FileRanges, read_box
-from neuron_accel.checkpoint.format.tensorfile import item_size
+from neuron_accel.checkpoint.format.tensorfile import Place, item_size, place_of, places_of
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
 from neuron_accel.storage import Location
@@ -28,9 +28,6 @@ from neuron_accel.storage import Location
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-Place = tuple[tuple[str, int], ...]
-"""Identifies a shard: for the axis of each cut, the coordinate of the first rank that holds it."""
 
 
 class Bytes(FileRanges):
@@ -233,23 +230,6 @@ class SourceTensor:
                     files.read(chunk.path, offset, wanted)
                 else:
                     files.read_pickled(chunk.path, chunk.key, offset, wanted)
-
-
-def place_of(layout: Layout, at: Mapping[str, int]) -> Place:
-    """Returns which shard of ``layout`` the rank at coordinates ``at`` holds."""
-    result = []
-    for cut in layout.cuts:
-        index = at.get(cut.axis, 0)
-        result.append((cut.axis, index - index % cut.replicas))
-    return tuple(result)
-
-
-def places_of(layout: Layout) -> Iterator[Place]:
-    """Yields all shards of ``layout``."""
-    places: list[Place] = [()]
-    for cut in layout.cuts:
-        places = [(*p, (cut.axis, i)) for p in places for i in range(0, cut.degree, cut.replicas)]
-    return iter(places)
 
 
 def words(size: int) -> Any:

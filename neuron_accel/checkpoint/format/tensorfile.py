@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes headers of safetensors files, without torch.
+"""Reads and writes headers of safetensors files, without torch, and says how they describe tensors of a checkpoint.
 
 A file consists of the length of the header (eight bytes, little endian), a JSON header, and the bytes of the tensors
 (https://github.com/huggingface/safetensors, "Format"). Headers are not trusted: all sizes and offsets are checked
@@ -12,11 +12,12 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import failure, open_file
+from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError
 from neuron_accel.storage import Location, RemotePath
 
@@ -131,7 +132,7 @@ def read_header(path: Location) -> Header:
     except OSError as error:
         raise failure("read", path, error) from error
     try:
-        entries = json.loads(text.decode(), object_pairs_hook=_unique)
+        entries = json.loads(text.decode(), object_pairs_hook=unique_keys)
         if not isinstance(entries, dict):
             raise ValueError("its header is not an object")
         metadata = entries.pop("__metadata__", {})
@@ -152,7 +153,7 @@ def _length(path: Location, prefix: bytes, size: int) -> int:
     return length
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a key comes twice")
@@ -189,3 +190,62 @@ def _invalid(path: Location, why: str) -> CheckpointError:
         where=str(path),
         fix="restore the file from a copy, or use another checkpoint",
     )
+
+
+# ---- How the metadata of a file describe its tensors -----------------------------------------------------------------
+METADATA = "neuron_accel"
+"""Key, in the metadata of a safetensors file, of the description of its tensors."""
+
+Place = tuple[tuple[str, int], ...]
+"""Identifies a shard: for the axis of each cut, the coordinate of the first rank that holds it."""
+
+
+def model_collection(index: int) -> str:
+    """Returns the name of the collection of the parameters and buffers of the model at ``index``."""
+    return f"model.{index}"
+
+
+def state_collection(index: int, entry: str) -> str:
+    """Returns the name of the collection of one entry of an optimizer's state, such as ``exp_avg``."""
+    return f"optimizer.{index}.state.{entry}"
+
+
+def plugin_collection(plugin: str, key: str) -> str:
+    """Returns the name of the collection of a plugin's state ``key`` that is sharded like the parameters."""
+    return f"plugin.{plugin}.{key}"
+
+
+def master_collection(index: int) -> str:
+    """Returns the name of the collection of an optimizer's master weights, if they are separate from the model's
+    weights."""
+    return f"optimizer.{index}.master"
+
+
+def described_header(tensors: Iterable[tuple[str, str, tuple[int, ...], Mapping[str, Any]]]) -> bytes:
+    """Returns the header of a file of a checkpoint.
+
+    Args:
+        tensors: key, dtype, shape and description of each tensor, in the order of their bytes. A description has the
+            tensor's collection and name, its ``layout``, and ``at`` which place of it the tensor is.
+    """
+    tensors = list(tensors)
+    described = {key: description for key, _, _, description in tensors}
+    metadata = {"format": "pt", METADATA: json.dumps({"version": 1, "tensors": described}, separators=(",", ":"))}
+    return encode_header([tensor[:3] for tensor in tensors], metadata)
+
+
+def place_of(layout: Layout, at: Mapping[str, int]) -> Place:
+    """Returns which shard of ``layout`` the rank at coordinates ``at`` holds."""
+    result = []
+    for cut in layout.cuts:
+        index = at.get(cut.axis, 0)
+        result.append((cut.axis, index - index % cut.replicas))
+    return tuple(result)
+
+
+def places_of(layout: Layout) -> Iterator[Place]:
+    """Yields all shards of ``layout``."""
+    places: list[Place] = [()]
+    for cut in layout.cuts:
+        places = [(*p, (cut.axis, i)) for p in places for i in range(0, cut.degree, cut.replicas)]
+    return iter(places)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +53,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (float, np.floating))  # also infinity, which ReduceLROnPlateau saves as its best metric
 
 
+def check_by_name(value: Any, what: str, where: str | None = None, fit: Callable[[Any], bool] = lambda _: True) -> Any:
+    """Returns ``value`` if it is a dict by name whose values ``fit``; raises CheckpointError otherwise."""
+    if not isinstance(value, dict) or not all(isinstance(name, str) and fit(item) for name, item in value.items()):
+        raise _absurd(what, value, where)
+    return value
+
+
 def check_counters(counters: Any) -> dict[str, int]:
     """Returns ``counters`` if they are non-negative integers by name; raises CheckpointError otherwise."""
-    if not isinstance(counters, dict) or not all(
-        isinstance(name, str) and type(number) is int and 0 <= number < 2**63 for name, number in counters.items()
-    ):
-        raise _absurd("counters", counters)
-    return counters
+    return check_by_name(counters, "counters", fit=lambda number: type(number) is int and 0 <= number < 2**63)
 
 
 def check_options(saved: Any, present: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
@@ -85,20 +88,10 @@ def check_options(saved: Any, present: Mapping[str, Any], defaults: Mapping[str,
             raise _absurd(f"option {name!r}", value, where)
 
 
-def check_values(values: Any, where: str) -> None:
-    """Checks that the values of an optimizer's state that are not tensors are given by parameter and entry."""
-    if not isinstance(values, dict) or not all(
-        isinstance(name, str) and isinstance(entries, dict) and all(isinstance(entry, str) for entry in entries)
-        for name, entries in values.items()
-    ):
-        raise _absurd("values of its state", values, where)
-
-
 def check_scheduler(scheduler: Any, saved: Any, where: str) -> None:
     """Checks the state of a scheduler. It must not replace methods or the optimizer. For torch's schedulers, each value
     must be of the same kind as the current one."""
-    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
-        raise _absurd("state", saved, where)
+    check_by_name(saved, "state", where)
     inner = getattr(scheduler, "scheduler", scheduler)
     present = inner.state_dict()
     if not isinstance(present, Mapping):
@@ -189,21 +182,6 @@ def check_random(state: Any, device: DeviceGenerator) -> None:
     except Exception as error:  # generators raise various types for invalid states
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"The state of the random numbers cannot be used: {reason}.") from error
-
-
-def check_buffers(buffers: Any) -> dict[str, torch.Tensor]:
-    """Returns ``buffers`` if they are tensors by name; raises CheckpointError otherwise."""
-    if not isinstance(buffers, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in buffers.items()
-    ):
-        raise _absurd("buffers", buffers)
-    return buffers
-
-
-def check_plugin_state(state: Any, name: str) -> None:
-    """Checks that the state of plugin ``name`` is a dict with string keys; raises CheckpointError otherwise."""
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise _absurd("state", state, f"plugin {name!r}")
 
 
 def _absurd(what: str, value: Any, where: str | None = None) -> CheckpointError:

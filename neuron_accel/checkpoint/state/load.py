@@ -18,24 +18,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.checkpoint.format.files import in_order, number_of_blocks, threads_of
-from neuron_accel.checkpoint.format.index import (
-    Index,
-    index_checkpoint,
-    index_pretrained,
-    is_pretrained,
-    master_collection,
-    model_collection,
-    models_of,
-    plugin_collection,
+from neuron_accel.checkpoint.format.index import Index, index_checkpoint, index_pretrained, is_pretrained, models_of
+from neuron_accel.checkpoint.format.manifest import (
+    Manifest,
+    check_block,
+    check_size,
+    locate,
+    read_manifest,
     replicas_in,
 )
-from neuron_accel.checkpoint.format.manifest import Manifest, check_block, check_size, locate, read_manifest
 from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
-from neuron_accel.checkpoint.format.tensorfile import read_header
+from neuron_accel.checkpoint.format.tensorfile import (
+    master_collection,
+    model_collection,
+    plugin_collection,
+    read_header,
+)
 from neuron_accel.checkpoint.state.matching import match_models
+from neuron_accel.checkpoint.state.restore import Restored
 from neuron_accel.checkpoint.state.save import STATE
 from neuron_accel.checkpoint.state.snapshot import buffers_of, pieces_of
-from neuron_accel.checkpoint.state.training import Restored, TrainingObjects
+from neuron_accel.checkpoint.state.training import TrainingObjects
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, did_you_mean

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.checkpoint.format.index import Index, described_model, model_collection, model_in_words, name_models
+from neuron_accel.checkpoint.format.index import Index, described_model, model_in_words, name_models
+from neuron_accel.checkpoint.format.tensorfile import model_collection
 from neuron_accel.checkpoint.state.snapshot import buffers_of
 from neuron_accel.checkpoint.state.training import describe_model
 from neuron_accel.errors import CheckpointError

@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints a folder has, which of them are loaded or removed, and what is said about it."""
+"""What ``load_state`` says of the checkpoint that it has loaded, and how another number of ranks goes on from it."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_accel.checkpoint.format.files import Files, failure, read_bytes
-from neuron_accel.checkpoint.format.manifest import NAME, Manifest, has_manifest
-from neuron_accel.checkpoint.state.lock import SaveLock
-from neuron_accel.checkpoint.state.save import is_of_a_save
-from neuron_accel.errors import CheckpointError, ConfigurationError
-from neuron_accel.storage import Location, RemotePath
-
-_NAME = re.compile(r"checkpoint_(\d+)")
-NUMBERED = "checkpoints"
-"""The folder of a project in which checkpoints are numbered."""
+from neuron_accel.errors import ConfigurationError
+from neuron_accel.storage import Location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,90 +125,3 @@ def say_batch(saved: SavedBatch, data_parallel: int, before: int, now: int) -> N
         file=sys.stderr,
         flush=True,
     )
-
-
-def numbered(folder: Location) -> dict[int, Location]:
-    """Returns the folders ``checkpoint_N`` by number, complete or not."""
-    matches = ((_NAME.fullmatch(path.name), path) for path in _contents(folder))
-    return dict(sorted((int(m.group(1)), path) for m, path in matches if m and path.is_dir()))
-
-
-def latest(folder: Location) -> Location | None:
-    """Returns the complete checkpoint ``checkpoint_N`` with the highest number in ``folder``, or None.
-
-    Incomplete checkpoints, and those whose manifest is damaged, are skipped.
-    """
-    return next((path for path in reversed(numbered(folder).values()) if when_saved(path) is not None), None)
-
-
-def latest_of(folder: Location) -> Location | None:
-    """Returns the complete checkpoint that was saved last, of ``folder`` itself, the folders in it and those in its
-    folder ``checkpoints``; None if there is none."""
-    places = (folder, *_contents(folder), *_contents(folder / NUMBERED))
-    complete = [(saved, path) for path in places if (saved := when_saved(path)) is not None]
-    return max(complete, key=lambda found: (found[0], str(found[1])))[1] if complete else None
-
-
-def last_number(folder: Location) -> int:
-    """The largest number of saves of the complete checkpoints in ``folder``; 0 without one."""
-    try:
-        return max((saved[0] for path in _contents(folder) if (saved := when_saved(path)) is not None), default=0)
-    except (CheckpointError, OSError):
-        return 0
-
-
-def when_saved(path: Location) -> tuple[int, str, int] | None:
-    """Orders checkpoints by when they were saved: by the number of saves, which only grows, and those of versions
-    without it before them, by the time in their manifest and then that of the file. None if a checkpoint is incomplete,
-    or its manifest is damaged. An error of a store is raised, since an older checkpoint would be loaded instead."""
-    if not has_manifest(path):
-        return None
-    try:
-        stored, written = read_bytes(path / NAME), (path / NAME).stat().st_mtime_ns
-    except OSError:
-        return None
-    try:
-        info = Manifest.from_bytes(stored, str(path / NAME)).info
-    except CheckpointError:
-        return None
-    number = saves_in(info)
-    return (number, "", 0) if number else (0, str(info.get("saved", "")), written)
-
-
-def saves_in(info: Mapping[str, Any]) -> int:
-    """The number of saves in what a manifest says; 0 without one."""
-    number = info.get("saves")
-    return number if type(number) is int and 0 < number < 2**63 else 0
-
-
-def _contents(folder: Location) -> list[Location]:
-    try:
-        return list(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        raise failure("read", folder, error) from error
-
-
-def prune(folder: Location, keep: int, files: Files) -> list[Location]:
-    """Removes all but the newest ``keep`` complete checkpoints, and incomplete ones that are older than the newest, but
-    not one that another process is saving.
-
-    Must be called when the newest is durable. The manifest of a checkpoint is removed first, so that an interruption
-    does not leave a folder that looks complete.
-
-    Returns:
-        The removed folders.
-    """
-    complete = [(number, path) for number, path in numbered(folder).items() if has_manifest(path)]
-    if not complete:
-        return []
-    number, newest = complete[-1]
-    old = [path for _, path in complete[:-keep]]
-    incomplete = [path for other, path in numbered(folder).items() if other < number and not has_manifest(path)]
-    old += [path for path in incomplete if not SaveLock(path, files).is_held(newest / NAME)]
-    for path in old:
-        files.remove(path / NAME)
-        files.sync_folder(path)
-        files.remove(path, is_folder=True)
-        if isinstance(path, RemotePath):
-            path.abort_uploads(is_of_a_save)
-    return old

@@ -13,18 +13,28 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.checkpoint.format.files import Files, Written, checksums_of, failure, read_bytes, threads_of
-from neuron_accel.checkpoint.format.index import KINDS, kind_of
-from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, has_manifest, read_manifest
+import torch
+
+from neuron_accel.checkpoint.format.files import Files, Written, checksums_of, failure, in_order, read_bytes, threads_of
+from neuron_accel.checkpoint.format.manifest import (
+    KINDS,
+    NAME,
+    FileEntry,
+    Manifest,
+    folder_of,
+    has_manifest,
+    kind_of,
+    numbered,
+    read_manifest,
+)
 from neuron_accel.checkpoint.state.lock import SaveLock, describe
-from neuron_accel.checkpoint.state.snapshot import Item, RankFacts, bytes_of, file_parts, folder_of, tensors_header
-from neuron_accel.checkpoint.state.staging import StagingMemory
+from neuron_accel.checkpoint.state.snapshot import Item, RankFacts, bytes_of, file_parts, tensors_header
 from neuron_accel.checkpoint.state.training import Contents
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError, CommunicationError, NeuronAccelError
@@ -39,6 +49,7 @@ FileList = dict[str, tuple[str, Written]]
 """Kind, and size with checksums, of each file by its relative path."""
 _STATE_FILES, _NOTES, _TENSOR_FILES = f"{STATE}*.safetensors", (".*.new", ".*.rank_*.json"), "*rank_*.safetensors"
 """Names of the files that saves write, but for auxiliary files and the manifest."""
+_ALIGNMENT = 64  # of tensors in host memory
 _POLL_SECONDS = 0.02
 _POLL_STORE_SECONDS = 0.5  # each time is a request
 _PATIENCE_SECONDS = 3600
@@ -288,6 +299,47 @@ class SaveAttempt:
         return path
 
 
+class StagingMemory:
+    """The host memory that saves in the background copy tensors to, one save at a time.
+
+    New memory costs more than copying, since the system has to find and clear every page. All tensors are therefore
+    copied to one region, which is reused by each save and grows as needed. It does not ask for huge pages: where memory
+    is fragmented, the system moves other pages to make them, which takes several times as long as small ones.
+    """
+
+    def __init__(self) -> None:
+        self._region = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[torch.Tensor], threads: int) -> list[torch.Tensor]:
+        """Returns contiguous copies of ``tensors`` on the CPU. The next call overwrites them.
+
+        Args:
+            tensors: tensors on any device.
+            threads: number of threads to use if all tensors are on the CPU.
+        """
+        offsets, size = [], 0
+        for tensor in tensors:
+            offsets.append(size)
+            size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        if size > self._region.numel():
+            self._region = torch.empty(0, dtype=torch.uint8)  # releases the memory before more is allocated
+            self._region = torch.empty(size, dtype=torch.uint8)
+        copies = [
+            self._region[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+            for tensor, offset in zip(tensors, offsets, strict=True)
+        ]
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            threads = 1  # devices may be used by the training thread only
+        for _ in in_order(_copy, zip(copies, tensors, strict=True), threads):
+            pass
+        return copies
+
+
+def _copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    with torch.no_grad():
+        pair[0].copy_(pair[1])
+
+
 class BackgroundSave:
     """The rest of a save that all ranks have entered, in a thread of each, which issues no collectives: they would be
     mixed up with those of training.
@@ -388,3 +440,29 @@ def is_of_a_save(relative: str) -> bool:
     inside, _, name = relative.rpartition("/")
     pattern = _TENSOR_FILES if inside in map(folder_of, KINDS) else _STATE_FILES
     return fnmatch.fnmatchcase(name, pattern) and inside in ("", *map(folder_of, KINDS))
+
+
+def prune(folder: Location, keep: int, files: Files) -> list[Location]:
+    """Removes all but the newest ``keep`` complete checkpoints, and incomplete ones that are older than the newest, but
+    not one that another process is saving.
+
+    Must be called when the newest is durable. The manifest of a checkpoint is removed first, so that an interruption
+    does not leave a folder that looks complete.
+
+    Returns:
+        The removed folders.
+    """
+    complete = [(number, path) for number, path in numbered(folder).items() if has_manifest(path)]
+    if not complete:
+        return []
+    number, newest = complete[-1]
+    old = [path for _, path in complete[:-keep]]
+    incomplete = [path for other, path in numbered(folder).items() if other < number and not has_manifest(path)]
+    old += [path for path in incomplete if not SaveLock(path, files).is_held(newest / NAME)]
+    for path in old:
+        files.remove(path / NAME)
+        files.sync_folder(path)
+        files.remove(path, is_folder=True)
+        if isinstance(path, RemotePath):
+            path.abort_uploads(is_of_a_save)
+    return old

@@ -16,25 +16,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import Files
-from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
-from neuron_accel.checkpoint.state.fitting import check_counters
-from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
-from neuron_accel.checkpoint.state.load import load, load_weights
-from neuron_accel.checkpoint.state.resume import (
+from neuron_accel.checkpoint.format.manifest import (
+    NAME,
     NUMBERED,
-    Resumed,
-    SavedBatch,
-    describe_loaded,
+    has_manifest,
     last_number,
     latest,
     latest_of,
-    prune,
+    read_manifest,
     saves_in,
 )
-from neuron_accel.checkpoint.state.save import BackgroundSave, SaveAttempt
+from neuron_accel.checkpoint.state.fitting import check_counters
+from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
+from neuron_accel.checkpoint.state.load import load, load_weights
+from neuron_accel.checkpoint.state.resume import Resumed, SavedBatch, describe_loaded
+from neuron_accel.checkpoint.state.save import BackgroundSave, SaveAttempt, StagingMemory, prune
 from neuron_accel.checkpoint.state.snapshot import check_equal as check_equal_values
 from neuron_accel.checkpoint.state.snapshot import written_here
-from neuron_accel.checkpoint.state.staging import StagingMemory
 from neuron_accel.checkpoint.state.training import TrainingObjects, capture, describe, mesh_from
 from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
 from neuron_accel.engine.runtime.run import agreed

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.checkpoint.format.files import checksums_of
-from neuron_accel.checkpoint.format.index import (
-    METADATA,
+from neuron_accel.checkpoint.format.tensorfile import (
+    described_header,
+    encode_header,
+    item_size,
     master_collection,
     model_collection,
+    place_of,
     plugin_collection,
     state_collection,
 )
-from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER
-from neuron_accel.checkpoint.format.source import place_of
-from neuron_accel.checkpoint.format.tensorfile import encode_header, item_size
 from neuron_accel.engine.optim.twin import ShardedOptimizer, ShardedState, StatePiece
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.runtime.run import agreed
@@ -428,11 +427,6 @@ def _speaks(item: Item, coordinates: dict[str, int]) -> bool:
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
-def folder_of(kind: str) -> str:
-    """Returns the folder, within a checkpoint, of the files of one kind."""
-    return MODEL_FOLDER if kind == "model" else kind
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
     """The rank that writes a file.
@@ -452,9 +446,9 @@ class RankFacts:
 
 def file_parts(items: Sequence[Item], coordinates: dict[str, int]) -> Iterable[bytes | memoryview]:
     """Yields the bytes of a file that contains ``items``: the header, then one tensor after another."""
-    described = {item.key: item.describe(coordinates) for item in items}
-    metadata = {"format": "pt", METADATA: json.dumps({"version": 1, "tensors": described}, separators=(",", ":"))}
-    yield encode_header([(item.key, _dtype_name(item.tensor), item.shape) for item in items], metadata)
+    yield described_header(
+        (item.key, _dtype_name(item.tensor), item.shape, item.describe(coordinates)) for item in items
+    )
     for item in items:
         yield bytes_of(item.tensor)[: item.nbytes]
 

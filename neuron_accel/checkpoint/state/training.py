@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a training run other than the tensors of models and optimizers: captured for a checkpoint, and
-restored."""
+"""What a checkpoint contains: the tensors that :mod:`.snapshot` lists, and all other state of a training run."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +15,7 @@ import numpy as np
 import torch
 
 from neuron_accel.checkpoint.format.files import checksums_of
-from neuron_accel.checkpoint.format.plain_state import decode, encode
-from neuron_accel.checkpoint.state.fitting import (
-    check_buffers,
-    check_counters,
-    check_options,
-    check_plugin_state,
-    check_position,
-    check_random,
-    check_scheduler,
-    check_values,
-    fits,
-)
+from neuron_accel.checkpoint.format.plain_state import encode
 from neuron_accel.checkpoint.state.lock import this_process
 from neuron_accel.checkpoint.state.snapshot import (
     Item,
@@ -43,15 +29,12 @@ from neuron_accel.engine.optim.twin import ReplicaState, ShardedState
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.restart import RUN
 from neuron_accel.engine.runtime.run import agreed
-from neuron_accel.errors import CheckpointError, NeuronAccelError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.randomness import DeviceGenerator
-    from neuron_accel.engine.plan.mesh import Mesh
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
-_log = logging.getLogger(__name__)
 _LIBRARIES = ("neuron-accel", "torch", "accelerate", "transformers", "safetensors", "torch-xla", "torch-neuronx")
 
 
@@ -191,7 +174,7 @@ def _of_replica(
     tensors: dict[str, torch.Tensor] = {}
     where = f"replica {number}"
     state = {
-        "options": [_options(optimizer, tensors, f"{where} optimizer {i}") for i, optimizer in _numbered(training)],
+        "options": [_options(o, tensors, f"{where} optimizer {i}") for i, o in enumerate(training.optimizers)],
         "schedulers": _states(training.schedulers, f"{where} scheduler", tensors),
         "scaler": None if training.scaler is None else encode(training.scaler.state_dict(), tensors, f"{where} scaler"),
         "plugins": {
@@ -201,8 +184,62 @@ def _of_replica(
     return state, tensors
 
 
-def _numbered(training: TrainingObjects) -> list[tuple[int, Any]]:
-    return list(enumerate(training.optimizers))
+def _state(
+    training: TrainingObjects, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Returns the state of the first replica, the state that each rank has of its own, and what the other replicas
+    have of their own."""
+    mesh = training.run.mesh
+    by_replica: list[list[dict[str, Any]]] = [[] for _ in range(mesh.replicas)]
+    for rank, one in enumerate(everyone):
+        by_replica[mesh.replica(rank)].append(one)
+    first = by_replica[0]
+    state: dict[str, Any] = {
+        "counters": dict(training.counters),
+        "optimizers": [_optimizer(training, index, first, tensors) for index in range(len(training.optimizers))],
+        "schedulers": _states(training.schedulers, "scheduler", tensors),
+        "custom": _states(training.custom, "custom object", tensors),
+        "loaders": [
+            encode(loader.position() if hasattr(loader, "position") else None, tensors, f"loader {i}")
+            for i, loader in enumerate(training.loaders)
+        ],
+        "scaler": encode(training.scaler.state_dict(), tensors, "scaler") if training.scaler is not None else None,
+        "random": [encode(one["random"], tensors, f"random {rank}") for rank, one in enumerate(everyone)],
+        "buffers": [encode(one["buffers"], tensors, f"buffers {rank}") for rank, one in enumerate(everyone)],
+        "plugins": {
+            name: encode(own, tensors, f"plugin {name}") for name, own in sorted(everyone[0]["plugins"].items())
+        },
+    }
+    forms = {name: form for one in everyone for name, form in one["plugin_forms"].items()}  # a stage may have none
+    if forms:
+        state["plugin_forms"] = dict(sorted(forms.items()))
+    if mesh.replicas > 1:
+        state["replicas"] = []
+    for number, ranks in enumerate(by_replica[1:], start=1):
+        own, own_tensors = next(one["replica"] for one in ranks if one["replica"] is not None)
+        own["values"] = [
+            encode(_values(i, ranks), tensors, f"replica {number} optimizer {i} values")
+            for i in range(len(training.optimizers))
+        ]
+        tensors |= own_tensors
+        state["replicas"].append(own)
+    return state
+
+
+def _optimizer(
+    training: TrainingObjects, index: int, ranks: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    optimizer, where = training.optimizers[index], f"optimizer {index}"
+    names = [one["names"][index] for one in ranks if one["names"] is not None]
+    options = _options(optimizer, tensors, where)
+    return {
+        "class": type(getattr(optimizer, "optimizer", optimizer)).__name__,
+        "groups": [
+            {"names": list(dict.fromkeys(name for stage in names for name in stage[i])), "options": options[i]}
+            for i in range(len(options))
+        ],
+        "values": encode(_values(index, ranks), tensors, f"{where} values"),
+    }
 
 
 def _options(optimizer: Any, tensors: dict[str, torch.Tensor], where: str) -> list[Any]:
@@ -212,56 +249,16 @@ def _options(optimizer: Any, tensors: dict[str, torch.Tensor], where: str) -> li
     ]
 
 
-def _state(
-    training: TrainingObjects, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    mesh = training.run.mesh
-    by_replica: list[list[dict[str, Any]]] = [[] for _ in range(mesh.replicas)]
-    for rank, one in enumerate(everyone):
-        by_replica[mesh.replica(rank)].append(one)
-    state = _state_of_all(training, everyone, by_replica[0], tensors)
-    forms: dict[str, Any] = {}
-    for one in everyone:  # a pipeline stage may have none
-        forms |= one["plugin_forms"]
-    if forms:
-        state["plugin_forms"] = dict(sorted(forms.items()))
-    if mesh.replicas > 1:
-        state["replicas"] = []
-    for number, ranks in enumerate(by_replica[1:], start=1):
-        own, own_tensors = next(one["replica"] for one in ranks if one["replica"] is not None)
-        own["values"] = [
-            encode(_values(i, ranks), tensors, f"replica {number} optimizer {i} values") for i, _ in _numbered(training)
-        ]
-        tensors |= own_tensors
-        state["replicas"].append(own)
-    return state
-
-
 def _values(index: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the values in an optimizer's state that are not tensors, by FQN and entry."""
     return {name: entries for one in ranks for name, entries in one["values"][index].items()}
 
 
-def _state_of_all(
-    training: TrainingObjects,
-    everyone: list[dict[str, Any]],
-    first: list[dict[str, Any]],
-    tensors: dict[str, torch.Tensor],
-) -> dict[str, Any]:
-    """Returns the state of the first replica, and the state that each rank has of its own."""
-    return {
-        "counters": dict(training.counters),
-        "optimizers": [_optimizer(training, index, first, tensors) for index in range(len(training.optimizers))],
-        "schedulers": _states(training.schedulers, "scheduler", tensors),
-        "custom": _states(training.custom, "custom object", tensors),
-        "loaders": [encode(position_of(loader), tensors, f"loader {i}") for i, loader in enumerate(training.loaders)],
-        "scaler": encode(training.scaler.state_dict(), tensors, "scaler") if training.scaler is not None else None,
-        "random": [encode(one["random"], tensors, f"random {rank}") for rank, one in enumerate(everyone)],
-        "buffers": [encode(one["buffers"], tensors, f"buffers {rank}") for rank, one in enumerate(everyone)],
-        "plugins": {
-            name: encode(state, tensors, f"plugin {name}") for name, state in sorted(everyone[0]["plugins"].items())
-        },
-    }
+def _states(objects: Sequence[Any], kind: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    return [
+        {"class": type(o).__name__, "state": encode(o.state_dict(), tensors, f"{kind} {i} ({type(o).__name__})")}
+        for i, o in enumerate(objects)
+    ]
 
 
 class PluginStates:
@@ -306,17 +303,6 @@ class PluginStates:
         }
 
 
-def position_of(loader: Any) -> Any:
-    return loader.position() if hasattr(loader, "position") else None
-
-
-def _states(objects: Sequence[Any], kind: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
-    return [
-        {"class": type(o).__name__, "state": encode(o.state_dict(), tensors, f"{kind} {i} ({type(o).__name__})")}
-        for i, o in enumerate(objects)
-    ]
-
-
 def group_names(training: TrainingObjects) -> list[list[list[str]]] | None:
     """Returns FQNs by optimizer and group, on one rank of each pipeline stage; None on the others, which have the
     same."""
@@ -331,268 +317,6 @@ def group_names(training: TrainingObjects) -> list[list[list[str]]] | None:
         ]
         for optimizer in training.optimizers
     ]
-
-
-def _optimizer(
-    training: TrainingObjects, index: int, everyone: list[dict[str, Any]], tensors: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    optimizer = training.optimizers[index]
-    names = [one["names"][index] for one in everyone if one["names"] is not None]
-    where = f"optimizer {index}"
-    options = _options(optimizer, tensors, where)
-    return {
-        "class": type(getattr(optimizer, "optimizer", optimizer)).__name__,
-        "groups": [
-            {
-                "names": list(dict.fromkeys(name for stage in names for name in stage[i])),
-                "options": options[i],
-            }
-            for i in range(len(optimizer.param_groups))
-        ],
-        "values": encode(_values(index, everyone), tensors, f"{where} values"),
-    }
-
-
-# ---- restoring -------------------------------------------------------------------------------------------------------
-class Restored:
-    """The state of a checkpoint, decoded and checked against the objects. Nothing is changed before :meth:`apply`.
-
-    Args:
-        training: the objects to restore.
-        state: state as :func:`capture` returned it.
-        tensor: returns the tensor for a key.
-        info: ``info`` of the manifest.
-        numbers: the number of each model in the checkpoint, by its position in this run.
-        replica: number of the replica whose state to restore, if the checkpoint has a copy for each.
-
-    Attributes:
-        positions: position in this run of each model of the checkpoint that is loaded, by its number.
-        plugin_forms: how a plugin's value is stored, by plugin and key, for values that are not plain.
-        sharded: this rank's shards, by FQN, of plugin state that is sharded like the parameters; added when they are
-            read.
-
-    Raises:
-        CheckpointError: if the state does not fit the objects.
-    """
-
-    def __init__(
-        self,
-        training: TrainingObjects,
-        state: Mapping[str, Any],
-        tensor: Callable[[str], torch.Tensor],
-        info: Mapping[str, Any],
-        numbers: Mapping[int, int],
-        replica: int = 0,
-    ) -> None:
-        self._training = training
-        self.positions = {number: position for position, number in numbers.items()}
-        self.sharded: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-        try:
-            if replica:
-                state = _with_own(state, state["replicas"][replica - 1])
-            self.plugin_forms = _forms(state.get("plugin_forms", {}))
-            self.counters = check_counters(state["counters"])
-            self.optimizers = [self._decoded_optimizer(o, tensor, i) for i, o in enumerate(state["optimizers"])]
-            self._states = {
-                kind: [decode(o["state"], tensor, f"{kind} {i}") for i, o in enumerate(state[kind])]
-                for kind in ("schedulers", "custom")
-            }
-            self._loaders = [decode(o, tensor, f"loader {i}") for i, o in enumerate(state["loaders"])]
-            self._scaler = decode(state["scaler"], tensor, "scaler")
-            self._plugins = {name: decode(o, tensor, f"plugin {name}") for name, o in state.get("plugins", {}).items()}
-            random = [decode(o, tensor, f"random {i}") for i, o in enumerate(state["random"])]
-            saved = mesh_from(info["mesh"])
-            if saved.world_size != len(random):  # also limits the size of the mesh to that of the file
-                raise ValueError(f"a mesh of {saved.world_size} ranks, and {len(random)} states of random numbers")
-            own = state["buffers"][training.run.backend.rank] if saved == training.run.mesh else {}
-            self._buffers = check_buffers(decode(own, tensor, "buffers"))
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"The saved training state cannot be read: {error!r}.") from error
-        self._random = state_for(random, saved, training.run.mesh, training.run.backend.rank)
-        check_random(self._random[0], training.run.backend.generator)
-        for kind, mine, theirs in (
-            ("optimizers", training.optimizers, self.optimizers),
-            ("schedulers", training.schedulers, self._states["schedulers"]),
-            ("loaders", training.loaders, self._loaders),
-        ):
-            if len(mine) > len(theirs):
-                raise _wrong_count(kind, len(theirs), len(mine))
-        if len(training.custom) != len(self._states["custom"]):
-            raise _wrong_count(
-                "objects registered for checkpointing", len(self._states["custom"]), len(training.custom)
-            )
-        for index, (loader, position) in enumerate(zip(training.loaders, self._loaders, strict=False)):
-            check_position(loader, position, f"loader {index}")
-        for index, optimizer in enumerate(training.optimizers):
-            self._check_groups(optimizer, index)
-        for index, (scheduler, saved_state) in enumerate(
-            zip(training.schedulers, self._states["schedulers"], strict=False)
-        ):
-            check_scheduler(scheduler, saved_state, f"scheduler {index}")
-        for index, (custom, saved_state) in enumerate(zip(training.custom, self._states["custom"], strict=True)):
-            # Only the type is compared: the contents belong to the object, and may change between versions.
-            if isinstance(saved_state, dict) != isinstance(custom.state_dict(), dict):
-                raise CheckpointError(
-                    "The saved state of an object registered for checkpointing belongs to another object.",
-                    where=f"custom object {index} ({type(custom).__name__})",
-                    fix="register the same objects in the same order as when the checkpoint was saved",
-                )
-        if training.scaler is not None and not fits(self._scaler, training.scaler.state_dict()):
-            raise CheckpointError("The saved state of the gradient scaler cannot be used.", where="scaler")
-        for name, plugin_state in self._plugins.items():
-            check_plugin_state(plugin_state, name)
-
-    def _decoded_optimizer(self, data: Mapping[str, Any], tensor: Any, index: int) -> dict[str, Any]:
-        return {
-            "groups": [
-                {"names": set(g["names"]), "options": decode(g["options"], tensor, f"optimizer {index}")}
-                for g in data["groups"]
-            ],
-            "values": decode(data["values"], tensor, f"optimizer {index}"),
-        }
-
-    def _check_groups(self, optimizer: Any, index: int) -> None:
-        groups = self.optimizers[index]["groups"]
-        check_values(self.optimizers[index]["values"], f"optimizer {index}")
-        where = f"optimizer {index} ({type(getattr(optimizer, 'optimizer', optimizer)).__name__})"
-        if len(groups) != len(optimizer.param_groups):
-            raise CheckpointError(
-                f"The checkpoint's optimizer has {len(groups)} groups, this one has {len(optimizer.param_groups)}.",
-                where=where,
-                fix="build the optimizer with the same groups as when the checkpoint was saved",
-            )
-        for i, (saved, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-            check_options(saved["options"], group, getattr(optimizer, "defaults", {}), f"{where}, group {i}")
-            for parameter in group["params"]:
-                record = self._training.run.find_parameter(parameter)
-                if record is None or saved["names"].isdisjoint(record.names):
-                    name = "a parameter of no prepared model" if record is None else repr(record.fqn)
-                    raise CheckpointError(
-                        f"{name} is not in this group of the checkpoint's optimizer.",
-                        where=f"{where}, group {i}",
-                        why="it would get the learning rate and other options of other parameters",
-                        fix="build the optimizer with the same groups as when the checkpoint was saved",
-                    )
-
-    def apply(self) -> None:
-        """Restores all state other than the tensors of models and optimizers. Collective."""
-        training = self._training
-        set_rank_buffers(training, self._buffers, self.positions)
-        for optimizer, saved in zip(training.optimizers, self.optimizers, strict=False):
-            for group, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
-                set_options(group, theirs["options"])
-        for scheduler, state in zip(training.schedulers, self._states["schedulers"], strict=False):
-            scheduler.load_state_dict(state)
-        for loader, position in zip(training.loaders, self._loaders, strict=False):
-            if position is not None and hasattr(loader, "set_position"):
-                loader.set_position(position)
-        agreed(training.run, self._apply_custom)
-        if training.scaler is not None and self._scaler is not None:
-            training.scaler.load_state_dict(self._scaler)
-        plugins = {plugin.spec.name: plugin for plugin in training.run.plan.plugins}
-        for name in sorted({*self._plugins, *self.plugin_forms}):
-            if name in plugins:
-                with _refusing(f"Plugin {name!r} cannot load its state."):
-                    plugins[name].load_checkpoint_state(self._plugin_state(name), training.run)
-            else:
-                _log.warning(
-                    "The checkpoint has state of plugin %r, which this run does not use; it is not loaded.", name
-                )
-        state, newcomer = self._random
-        # A lazy device executes the copies, so that the graph of the next step is like any other. Executing advances
-        # its random number generator, which is therefore restored afterwards.
-        training.run.backend.step_boundary()
-        generator = training.run.backend.generator
-        set_random_state(state, generator)
-        if newcomer is not None:
-            reseed(newcomer, generator)
-
-    def _plugin_state(self, name: str) -> dict[str, Any]:
-        """Returns a plugin's state in the form in which the plugin returned it."""
-        state = dict(self._plugins.get(name, {}))
-        for key, form in self.plugin_forms.get(name, {}).items():
-            if form["model"] is not None:
-                position = self.positions.get(form["model"], form["model"])
-                state[key] = ShardedState(self.sharded.get((name, key), {}), position)
-            if form["replica"]:
-                state[key] = ReplicaState(state[key])
-        return state
-
-    def _apply_custom(self) -> None:
-        for index, (custom, state) in enumerate(zip(self._training.custom, self._states["custom"], strict=True)):
-            with _refusing(
-                f"Object {index} registered for checkpointing ({type(custom).__name__}) cannot load its state."
-            ):
-                custom.load_state_dict(state)
-
-
-def _with_own(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state with the parts that a replica other than the first has of its own."""
-    optimizers = [
-        {
-            **optimizer,
-            "groups": [{**group, "options": options} for group, options in zip(optimizer["groups"], mine, strict=True)],
-            "values": values,
-        }
-        for optimizer, mine, values in zip(state["optimizers"], own["options"], own["values"], strict=True)
-    ]
-    plugins = {name: {**plain, **own["plugins"].get(name, {})} for name, plain in state.get("plugins", {}).items()}
-    return {
-        **state,
-        "optimizers": optimizers,
-        "schedulers": own["schedulers"],
-        "scaler": own["scaler"],
-        "plugins": plugins,
-    }
-
-
-def _forms(forms: Any) -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns how the values of plugins are stored, after checking the types.
-
-    Raises:
-        ValueError: if a value has the wrong type.
-    """
-    for keys in forms.values():
-        for form in keys.values():
-            model = form["model"]
-            if type(form["replica"]) is not bool or not (model is None or (type(model) is int and model >= 0)):
-                raise ValueError(f"a plugin's state is kept as {form!r:.40}")
-    return dict(forms)
-
-
-@contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Context that converts exceptions of other code into a CheckpointError with the message ``what``."""
-    try:
-        yield
-    except NeuronAccelError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            what,
-            where=f"load_state_dict: {type(error).__name__}: {error}",
-            why="models, optimizers and schedulers have been loaded already",
-            fix="load another checkpoint before training continues, or correct the object",
-        ) from error
-
-
-def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Sets the options of an optimizer's group; tensors are written in place."""
-    for name, value in options.items():
-        present = group.get(name)
-        if isinstance(present, torch.Tensor):
-            with torch.no_grad():
-                present.fill_(float(value)) if present.dim() == 0 else present.copy_(value)
-        else:
-            group[name] = value
-
-
-def _wrong_count(kind: str, saved: int, present: int) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint has {saved} {kind}, this training has {present}.",
-        why="objects are identified by the order in which they were prepared or registered",
-        fix="prepare and register the same objects as when the checkpoint was saved",
-    )
 
 
 def mesh_to(mesh: Mesh) -> list[dict[str, Any]]:

@@ -17,25 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import Extent, Files, failure, read_bytes
-from neuron_accel.checkpoint.format.index import (
-    index_checkpoint,
-    kind_of,
-    model_collection,
-    models_of,
-    name_models,
-    replicas_in,
-    trained_models,
-)
+from neuron_accel.checkpoint.format.index import index_checkpoint, models_of, name_models, trained_models
 from neuron_accel.checkpoint.format.manifest import (
     MODEL_FOLDER,
     Manifest,
     check_file,
     has_manifest,
+    kind_of,
     locate,
     read_manifest,
+    replicas_in,
 )
 from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
-from neuron_accel.checkpoint.format.tensorfile import encode_header, read_header
+from neuron_accel.checkpoint.format.tensorfile import encode_header, model_collection, read_header
 from neuron_accel.checkpoint.tools.foreign import find_foreign
 from neuron_accel.checkpoint.tools.output import Output
 from neuron_accel.engine.sharding.layout import Layout

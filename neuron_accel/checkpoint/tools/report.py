@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import read_bytes
-from neuron_accel.checkpoint.format.index import Index, index_checkpoint, model_collection, replicas_in
-from neuron_accel.checkpoint.format.manifest import Manifest, check_file, locate, read_manifest
+from neuron_accel.checkpoint.format.index import Index, index_checkpoint
+from neuron_accel.checkpoint.format.manifest import Manifest, check_file, locate, read_manifest, replicas_in
 from neuron_accel.checkpoint.format.source import SourceTensor
+from neuron_accel.checkpoint.format.tensorfile import model_collection
 from neuron_accel.errors import CheckpointError, NeuronAccelError
 from neuron_accel.storage import Location
 

@@ -8,19 +8,30 @@ many ranks load often or from a slow file system. Tensors are streamed, so the m
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from neuron_accel.checkpoint.format.files import Files, Written, read_bytes
-from neuron_accel.checkpoint.format.index import KINDS, METADATA, Index, index_checkpoint, kind_of, replicas_in
-from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, check_file, locate, read_manifest
-from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, places_of
-from neuron_accel.checkpoint.format.tensorfile import encode_header, read_header
-from neuron_accel.checkpoint.state.snapshot import Item, RankFacts, folder_of
+from neuron_accel.checkpoint.format.index import Index, index_checkpoint
+from neuron_accel.checkpoint.format.manifest import (
+    KINDS,
+    NAME,
+    FileEntry,
+    Manifest,
+    check_file,
+    folder_of,
+    kind_of,
+    locate,
+    read_manifest,
+    replicas_in,
+)
+from neuron_accel.checkpoint.format.source import Bytes, SourceTensor
+from neuron_accel.checkpoint.format.tensorfile import described_header, places_of, read_header
+from neuron_accel.checkpoint.state.snapshot import Item, RankFacts
 from neuron_accel.checkpoint.tools.consolidate import Progress, blocks_of, checkpoint_folder
 from neuron_accel.checkpoint.tools.output import Output
 from neuron_accel.engine.plan.mesh import AxisKind, Mesh
@@ -215,14 +226,11 @@ def _ranks(mesh: Mesh, at: Mapping[str, int], along: Sequence[str]) -> Iterator[
 
 
 def _parts(shards: list[StoredShard], at: dict[str, int], count: Callable[[int], None]) -> Iterator[bytes | memoryview]:
-    described, header = {}, []
-    for shard in shards:
-        item = shard.item
+    def described(item: Item) -> tuple[str, str, tuple[int, ...], Mapping[str, Any]]:
         shape = item.layout.local_shape if item.start is None else ((item.stop or 0) - item.start,)
-        header.append((item.key, item.layout.dtype, shape))
-        described[item.key] = item.describe(at)
-    metadata = {"format": "pt", METADATA: json.dumps({"version": 1, "tensors": described}, separators=(",", ":"))}
-    yield encode_header(header, metadata)
+        return item.key, item.layout.dtype, shape, item.describe(at)
+
+    yield described_header(described(shard.item) for shard in shards)
     with Bytes() as source:
         for shard in shards:
             item = shard.item

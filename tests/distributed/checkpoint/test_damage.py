@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from neuron_accel.checkpoint.format.files import Files
-from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, read_manifest
-from neuron_accel.checkpoint.state.resume import latest, numbered
+from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, latest, numbered, read_manifest
 from neuron_accel.checkpoint.state.session import Session
 from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.errors import CheckpointError

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.checkpoint.format.manifest import Manifest
-from neuron_accel.checkpoint.state.resume import SavedBatch, latest_of, step_of
+from neuron_accel.checkpoint.format.manifest import Manifest, latest_of
+from neuron_accel.checkpoint.state.resume import SavedBatch, step_of
 from neuron_accel.checkpoint.state.snapshot import pieces_of
 from neuron_accel.errors import CheckpointError, ConfigurationError, UsageError
 from neuron_accel.testing import run_ranks

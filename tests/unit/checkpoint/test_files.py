@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from neuron_accel.checkpoint.format.files import Files, Written, checksums_of, map_range
 from neuron_accel.checkpoint.format.index import Index
-from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, check_file, locate, read_manifest
+from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, check_file, latest, locate, read_manifest
 from neuron_accel.checkpoint.format.tensorfile import read_header
-from neuron_accel.checkpoint.state.resume import latest, prune
+from neuron_accel.checkpoint.state.save import prune
 from neuron_accel.checkpoint.state.snapshot import bytes_of, tensors_header
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.errors import CheckpointError
