@@ -297,16 +297,16 @@ def _model_needs(model: PreparedModel, index: Index, number: int, *, may_lack_ad
         lacks = may_lack_added and record.added and index.find(collection, record.names) is None
         if record.current is not None and not lacks:
             source = _found(index, collection, record.names, record.layout.shape)
-            kept = record.weights
+            shard = record.weights
             yield Need(
                 source=source,
                 layout=record.layout,
-                start=0 if kept is None else kept.start,
-                stop=record.current.numel() if kept is None else kept.stop,
-                target=record.current.data if kept is None else kept.tensor,
+                start=0 if shard is None else shard.start,
+                stop=record.current.numel() if shard is None else shard.stop,
+                target=record.current.data if shard is None else shard.tensor,
             )
-            if kept is not None:
-                kept.changed()
+            if shard is not None:
+                shard.changed()
     for names, value in buffers.items():
         source = _found(index, collection, names, tuple(value.shape))
         yield Need(source=source, layout=Layout.of(value), start=0, stop=value.numel(), target=value.data)

@@ -78,26 +78,27 @@ class SaveAttempt:
         self._run, self._files, self._finished = run, files, finished
         self.is_main, self._facts = run.backend.rank == 0, facts_of(run)
         self._lock, self._is_new = SaveLock(folder, files), isinstance(folder, Path) and not folder.exists()
+        self._previous: Manifest | None = None
         self._unlisted: list[Location] = []  # files that no manifest lists before the save is complete
         self._notes: list[Location] = []
         self._is_placing = False
 
     # ---- enter -------------------------------------------------------------------------------------------------------
-    def enter(self, describe: Callable[[], None], last: str | None) -> None:
+    def enter(self, complete: Callable[[], None], last: str | None) -> None:
         """Makes the folder and acquires its lock. Collective.
 
         Args:
-            describe: is called on the main process, to complete the contents.
+            complete: is called on the main process, to complete the contents.
             last: the token of this run's last save into the folder; None without one.
 
         Raises:
             CheckpointError: on every rank, if that is not possible, or another run saves or has saved into the folder.
         """
         run = self._run
-        generation = agreed(run, lambda: self._open(describe, last) if self.is_main else 0)
+        generation = agreed(run, lambda: self._open(complete, last) if self.is_main else 0)
         self._generation, self.token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
 
-    def _open(self, describe: Callable[[], None], last: str | None) -> int:
+    def _open(self, complete: Callable[[], None], last: str | None) -> int:
         """Returns the number of earlier saves into the folder."""
         try:
             self._files.make_folder(self.folder)
@@ -105,8 +106,8 @@ class SaveAttempt:
             kinds = ("model", "optimizer", *(("plugin",) if self.contents.state.get("plugin_forms") else ()))
             for kind in kinds:
                 self._files.make_folder(self.folder / folder_of(kind))
-            describe()
-            previous = self._previous()
+            complete()
+            self._previous = previous = self._find_previous()
             if previous is not None and last not in (None, previous.info.get("save")):
                 raise _was_saved_by(previous, self.folder)
             return 0 if previous is None else previous.generation + 1
@@ -114,7 +115,7 @@ class SaveAttempt:
             self._leave()
             raise
 
-    def _previous(self) -> Manifest | None:
+    def _find_previous(self) -> Manifest | None:
         """The manifest of the checkpoint in the folder. A damaged one is removed: its checkpoint cannot be loaded."""
         path = self.folder / NAME
         if not has_manifest(self.folder):
@@ -147,10 +148,8 @@ class SaveAttempt:
         try:
             parts = run.backend.all_gather_object(agreed(run, self.write), run.world)
             agreed(run, lambda: self.commit(parts) if self.is_main else None)
-        except CommunicationError:
-            raise
-        except Exception:
-            self.abandon()
+        except BaseException as error:  # not all ranks come here if one is lost or interrupted
+            self.abandon(alone=isinstance(error, CommunicationError) or not isinstance(error, Exception))
             raise
 
     def write(self) -> FileList:
@@ -207,13 +206,12 @@ class SaveAttempt:
 
     def _write_auxiliary(self) -> FileList:
         folder, files, auxiliary = self.folder, self._files, self.contents.auxiliary
-        previous = read_manifest(folder) if has_manifest(folder) else None
         changed = {name for name, data in auxiliary.items() if not _holds(folder / name, data)}
         self._unlisted += [folder / name for name in changed if not (folder / name).exists()]
-        if previous is not None and changed & previous.files.keys():
+        if self._previous is not None and changed & self._previous.files.keys():
             # They are overwritten, so the old manifest must not list them; the old checkpoint is valid without.
-            others = {path: entry for path, entry in previous.files.items() if path not in changed}
-            files.replace(folder / NAME, replace(previous, files=others).to_bytes())
+            others = {path: entry for path, entry in self._previous.files.items() if path not in changed}
+            files.replace(folder / NAME, replace(self._previous, files=others).to_bytes())
         return {
             name: (
                 "auxiliary",
@@ -225,7 +223,7 @@ class SaveAttempt:
     # ---- abandon -----------------------------------------------------------------------------------------------------
     def abandon(self, *, alone: bool = False) -> None:
         """Removes what the save has made, as far as possible, but no file of a checkpoint whose manifest is in place.
-        Collective, unless this rank is ``alone``: at the end of its process."""
+        Collective, unless this rank is ``alone``: at the end of its process, or because another is lost."""
         backend, world = self._run.backend, self._run.world
         stays = self._may_be_in_place()
         if not alone:

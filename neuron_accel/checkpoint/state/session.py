@@ -36,7 +36,7 @@ from neuron_accel.checkpoint.state.snapshot import written_here
 from neuron_accel.checkpoint.state.training import TrainingObjects, capture, describe, mesh_from
 from neuron_accel.checkpoint.tools.consolidate import checkpoint_folder
 from neuron_accel.engine.runtime.run import agreed
-from neuron_accel.errors import CheckpointError, NeuronAccelError, UsageError
+from neuron_accel.errors import CheckpointError, CommunicationError, NeuronAccelError, UsageError
 from neuron_accel.storage import Location, RemotePath, location
 
 if TYPE_CHECKING:
@@ -214,8 +214,8 @@ class Session:
         pending.join()
         try:
             agreed(run, pending.report)
-        except NeuronAccelError:
-            pending.attempt.abandon()
+        except NeuronAccelError as error:
+            pending.attempt.abandon(alone=isinstance(error, CommunicationError))
             raise
 
     def _join_pending(self) -> None:

@@ -152,21 +152,21 @@ def items_of_model(model: PreparedModel, index: int) -> list[Item]:
 
 def _weight_item(record: ParameterRecord, parameter: torch.nn.Parameter, collection: str) -> Item | None:
     """What this rank holds of a parameter's values; None if nothing."""
-    kept, tensor = record.weights, parameter.detach()
-    partial = kept is not None and kept.stop - kept.start < parameter.numel()
-    if kept is not None:
-        if kept.start == kept.stop and partial:
+    shard, tensor = record.weights, parameter.detach()
+    partial = shard is not None and shard.stop - shard.start < parameter.numel()
+    if shard is not None:
+        if shard.start == shard.stop and partial:
             return None
-        tensor = kept.tensor if partial else kept.tensor.view(parameter.shape)
+        tensor = shard.tensor if partial else shard.tensor.view(parameter.shape)
     return Item(
         collection=collection,
         name=record.fqn,
         aliases=record.aliases,
         layout=_typed(record.layout, tensor),
         tensor=tensor,
-        start=kept.start if kept is not None and partial else None,
-        stop=kept.stop if kept is not None and partial else None,
-        axes=kept.axes if kept is not None else (),
+        start=shard.start if shard is not None and partial else None,
+        stop=shard.stop if shard is not None and partial else None,
+        axes=shard.axes if shard is not None else (),
         record=record,
     )
 
