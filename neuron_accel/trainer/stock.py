@@ -21,7 +21,8 @@ from transformers.trainer_pt_utils import safe_globals
 from neuron_accel.checkpoint.format.files import threads_of
 from neuron_accel.checkpoint.format.index import Index
 from neuron_accel.checkpoint.format.pickled import read_containers
-from neuron_accel.checkpoint.format.source import Bytes, Chunk, SourceTensor
+from neuron_accel.checkpoint.format.ranges import FileRanges
+from neuron_accel.checkpoint.format.source import Chunk, SourceTensor
 from neuron_accel.checkpoint.format.tensorfile import state_collection
 from neuron_accel.checkpoint.state.load import fulfil, load_weights, optimizer_needs, refresh_masters
 from neuron_accel.checkpoint.state.restore import set_options
@@ -126,7 +127,7 @@ def restore(training: TrainingObjects, model: PreparedModel, scheduler: Any, fol
     everyone = run.backend.all_gather_object(group_names(training), run.world)
     named = agreed(run, lambda: _Named(training, state.optimizer, everyone, path))
     agreed(run, lambda: _check_scheduler(scheduler, state.scheduler, folder / _SCHEDULER))
-    with Bytes() as files:
+    with FileRanges() as files:
         files.hold(path, named.tensors)
         needs = agreed(run, lambda: list(named.needs()))
         load_weights(model, folder, run)

@@ -34,10 +34,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     Raises:
         CheckpointError: if a value cannot be stored; the error names its key.
     """
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
     if isinstance(value, torch.Tensor):
         return {_TAG: "tensor", "v": _put(value.detach(), tensors, where)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -46,9 +44,9 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
         )
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {_TAG: "scalar", "dtype": value.dtype.name, "v": encode(value.item(), tensors, where)}
-    simple = _encode_simple(value)
-    if simple is not None:
-        return simple
+    for kind, (cls, to_plain, _) in _SIMPLE.items():
+        if type(value) is cls:
+            return {_TAG: kind, "v": to_plain(value)}
     for kind, cls in _SEQUENCES.items():
         if type(value) is cls:
             items = sorted(value, key=repr) if cls in (set, frozenset) else value
@@ -72,18 +70,21 @@ def _put(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> 
     return where
 
 
-def _encode_simple(value: Any) -> Any:
-    if type(value) is complex:
-        return {_TAG: "complex", "v": [repr(value.real), repr(value.imag)]}
-    if type(value) is bytes:
-        return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
-    if isinstance(value, torch.dtype):
-        return {_TAG: "dtype", "v": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {_TAG: "device", "v": str(value)}
-    return None
+def _dtype(name: str) -> torch.dtype:
+    result = getattr(torch, name)
+    if not isinstance(result, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype")
+    return result
 
 
+_SIMPLE: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, repr, float),  # infinite, or not a number
+    "complex": (complex, lambda v: [repr(v.real), repr(v.imag)], lambda v: complex(float(v[0]), float(v[1]))),
+    "bytes": (bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
+    "dtype": (torch.dtype, lambda v: str(v).removeprefix("torch."), _dtype),
+    "device": (torch.device, str, torch.device),
+}
+"""The class of a value, and how it is converted to plain data and back."""
 _SEQUENCES: dict[str, Callable[..., Any]] = {
     "list": list,
     "tuple": tuple,
@@ -152,15 +153,4 @@ def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         if dtype.kind not in "biuf":
             raise ValueError(f"{dtype} is not a numeric dtype")
         return dtype.type(_decode(inner, tensor))
-    if kind == "dtype":
-        result = getattr(torch, inner)
-        if not isinstance(result, torch.dtype):
-            raise ValueError(f"{inner!r} is not a dtype")
-        return result
-    others: dict[str, Callable[[Any], Any]] = {
-        "float": float,
-        "complex": lambda v: complex(float(v[0]), float(v[1])),
-        "bytes": base64.b64decode,
-        "device": torch.device,
-    }
-    return others[kind](inner)
+    return _SIMPLE[kind][2](inner)

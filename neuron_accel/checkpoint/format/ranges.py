@@ -13,20 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import failure, map_range, open_file, too_short
+from neuron_accel.checkpoint.format.pickled import is_mapped, read_pickled
 from neuron_accel.storage import Location, RemotePath
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 _BUFFER = 16 << 20
 _AHEAD = 64 << 10
 """Bytes that are read at once of a file at a URL if fewer are asked for: small tensors are often beside each other, and
 a request takes longer than these bytes."""
-_KEPT = 16
+_MOST_AHEAD = 16
 
 
 class FileRanges:
-    """Reads ranges of files, each of which is opened once. A context manager, which closes the files; thread-safe.
+    """Reads ranges of files, and of tensors in pickled files, each of which is opened once. A context manager, which
+    closes the files; thread-safe.
 
     Of a file at a URL, each range is requested by itself.
 
@@ -39,6 +42,8 @@ class FileRanges:
         self._lock = threading.Lock()
         self._open: dict[Path | str, int] = {}
         self._ahead: OrderedDict[tuple[RemotePath, int], bytes] = OrderedDict()  # by file and offset
+        self._pickled: dict[Location, dict[str, torch.Tensor]] = {}
+        self._held: dict[Location, dict[str, torch.Tensor]] = {}
 
     def __enter__(self):
         return self
@@ -48,6 +53,8 @@ class FileRanges:
             os.close(descriptor)
         self._open.clear()
         self._ahead.clear()
+        self._pickled.clear()
+        self._held.clear()
 
     def _descriptor(self, path: Path | str) -> int:
         found = self._open.get(path)
@@ -117,6 +124,27 @@ class FileRanges:
             self.bytes_read += wanted
         return memory, before
 
+    def hold(self, path: Location, tensors: dict[str, torch.Tensor]) -> None:
+        """Registers tensors that were already read from ``path``, by the names that :meth:`read_pickled` will use."""
+        self._held[path] = tensors
+
+    def read_pickled(self, path: Location, key: str, offset: int, out: np.ndarray) -> None:
+        """Reads bytes of the tensor ``key`` of a file of pickled weights into ``out``; ``offset`` is relative to its
+        first byte."""
+        import torch
+
+        with self._lock:
+            if path in self._held:
+                tensors = self._held[path]
+            elif path not in self._pickled:
+                for other in [p for p in self._pickled if not is_mapped(p)]:
+                    del self._pickled[other]  # files that are not mapped take memory, so only one is kept
+                self._pickled[path] = tensors = read_pickled(path)
+            else:
+                tensors = self._pickled[path]
+            tensors[key] = flat = tensors[key].contiguous().reshape(-1)
+        out.view("u1")[:] = flat.view(torch.uint8).numpy()[offset : offset + out.nbytes]
+
     def _request(self, path: RemotePath, offset: int, view: memoryview) -> None:
         """Fills ``view`` with the bytes of a file at a URL."""
         if len(view) < _AHEAD:
@@ -139,7 +167,7 @@ class FileRanges:
             raise too_short(path)
         with self._lock:
             self._ahead[path, offset] = held
-            while len(self._ahead) > _KEPT:
+            while len(self._ahead) > _MOST_AHEAD:
                 self._ahead.popitem(last=False)
         return held[:size]
 

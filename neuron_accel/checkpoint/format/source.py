@@ -18,7 +18,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.files import Extent
-from neuron_accel.checkpoint.format.pickled import is_mapped, read_pickled
 from neuron_accel.checkpoint.format.ranges import FileRanges, read_box
 from neuron_accel.checkpoint.format.tensorfile import Place, item_size, place_of, places_of
 from neuron_accel.engine.sharding.layout import Layout
@@ -27,42 +26,6 @@ from neuron_accel.storage import Location
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
-
-
-class Bytes(FileRanges):
-    """Reads bytes of files, and of tensors in pickled files. A context manager, which closes the files; thread-safe."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pickled: dict[Location, dict[str, torch.Tensor]] = {}
-        self._held: dict[Location, dict[str, torch.Tensor]] = {}
-
-    def __exit__(self, *_: Any) -> None:
-        super().__exit__()
-        self._pickled.clear()
-        self._held.clear()
-
-    def hold(self, path: Location, tensors: dict[str, torch.Tensor]) -> None:
-        """Registers tensors that were already read from ``path``, by the names that :meth:`read_pickled` will use."""
-        self._held[path] = tensors
-
-    def read_pickled(self, path: Location, key: str, offset: int, out: np.ndarray) -> None:
-        """Reads bytes of the tensor ``key`` of a file of pickled weights into ``out``; ``offset`` is relative to its
-        first byte."""
-        import torch
-
-        with self._lock:
-            if path in self._held:
-                tensors = self._held[path]
-            elif path not in self._pickled:
-                for other in [p for p in self._pickled if not is_mapped(p)]:
-                    del self._pickled[other]  # files that are not mapped take memory, so only one is kept
-                self._pickled[path] = tensors = read_pickled(path)
-            else:
-                tensors = self._pickled[path]
-            tensors[key] = flat = tensors[key].contiguous().reshape(-1)
-        out.view("u1")[:] = flat.view(torch.uint8).numpy()[offset : offset + out.nbytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +119,7 @@ class SourceTensor:
 
     def read(
         self,
-        files: Bytes,
+        files: FileRanges,
         layout: Layout,
         at: Mapping[str, int],
         out: np.ndarray,
@@ -217,10 +180,10 @@ class SourceTensor:
                         rows = slice(mine[0].start - first, mine[0].stop - first)
                         yield place, source, (rows, *mine[1:])
 
-    def _read_elements(self, files: Bytes, place: Place, start: int, out: np.ndarray) -> None:
+    def _read_elements(self, files: FileRanges, place: Place, start: int, out: np.ndarray) -> None:
         self._read_flat(files, place, start, start + out.size, out)
 
-    def _read_flat(self, files: Bytes, place: Place, start: int, stop: int, out: np.ndarray) -> None:
+    def _read_flat(self, files: FileRanges, place: Place, start: int, stop: int, out: np.ndarray) -> None:
         for chunk in self.parts[place]:
             low, high = max(start, chunk.start), min(stop, chunk.stop)
             if low < high:

@@ -27,7 +27,8 @@ from neuron_accel.checkpoint.format.manifest import (
     read_manifest,
     replicas_in,
 )
-from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
+from neuron_accel.checkpoint.format.ranges import FileRanges
+from neuron_accel.checkpoint.format.source import SourceTensor, words
 from neuron_accel.checkpoint.format.tensorfile import (
     master_collection,
     model_collection,
@@ -89,7 +90,7 @@ class Need:
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.source.layout.dtype)
 
-    def read(self, files: Bytes, coordinates: dict[str, int]) -> torch.Tensor:
+    def read(self, files: FileRanges, coordinates: dict[str, int]) -> torch.Tensor:
         """Returns the values as a flat tensor, in the memory of ``target`` if they can be read directly.
         Thread-safe."""
         if self._direct and self.target is not None:
@@ -146,7 +147,7 @@ def load(
     # If the number of replicas has changed, the copies are assigned to replicas in turn.
     replica = run.mesh.replica(run.backend.rank) % replicas_in(manifest)
     index = agreed(run, lambda: index_checkpoint(folder, manifest, replica=replica))
-    with Bytes() as files:
+    with FileRanges() as files:
         numbers = agreed(run, lambda: match_models(training.models, index, models_of(manifest)))
         restored = agreed(run, lambda: _restored(training, folder, manifest, files, numbers, replica))
         needs = agreed(run, lambda: [*_all_needs(training, index, numbers), *_plugin_needs(restored, index, run)])
@@ -187,7 +188,7 @@ def load_weights(
 
     index, number = agreed(run, indexed)
     needs = agreed(run, lambda: list(_model_needs(model, index, number, may_lack_added=True)))
-    with Bytes() as files:
+    with FileRanges() as files:
         agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
 
 
@@ -207,7 +208,7 @@ def _restored(
     training: TrainingObjects,
     folder: Location,
     manifest: Manifest,
-    files: Bytes,
+    files: FileRanges,
     numbers: Mapping[int, int],
     replica: int,
 ) -> Restored:
@@ -236,7 +237,7 @@ def _restored(
     return Restored(training, state, tensor, manifest.info, numbers, replica)
 
 
-def fulfil(needs: list[Need], files: Bytes, run: Run, threads: int) -> None:
+def fulfil(needs: list[Need], files: FileRanges, run: Run, threads: int) -> None:
     """Reads what this rank needs, with several threads."""
     for need, flat in in_order(lambda need: need.read(files, run.coordinates), needs, threads):
         need.put(flat)

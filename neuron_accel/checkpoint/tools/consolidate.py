@@ -28,7 +28,8 @@ from neuron_accel.checkpoint.format.manifest import (
     read_manifest,
     replicas_in,
 )
-from neuron_accel.checkpoint.format.source import Bytes, SourceTensor, words
+from neuron_accel.checkpoint.format.ranges import FileRanges
+from neuron_accel.checkpoint.format.source import SourceTensor, words
 from neuron_accel.checkpoint.format.tensorfile import encode_header, model_collection, read_header
 from neuron_accel.checkpoint.tools.foreign import find_foreign
 from neuron_accel.checkpoint.tools.output import Output
@@ -305,7 +306,7 @@ def _write_listing(path: Location, shards: Mapping[str, Sequence[SourceTensor]],
 def _parts(tensors: Sequence[SourceTensor], count: Callable[[int], None]) -> Iterator[bytes | memoryview | Extent]:
     """Yields the bytes of a safetensors file."""
     yield encode_header([(t.name, t.layout.dtype, t.layout.shape) for t in tensors], {"format": "pt"})
-    with Bytes() as source:
+    with FileRanges() as source:
         for tensor in tensors:
             extents = tensor.extents()
             for part in blocks_of(tensor, source) if extents is None else extents:
@@ -315,7 +316,7 @@ def _parts(tensors: Sequence[SourceTensor], count: Callable[[int], None]) -> Ite
 
 def blocks_of(
     tensor: SourceTensor,
-    source: Bytes,
+    source: FileRanges,
     layout: Layout | None = None,
     at: Mapping[str, int] | None = None,
     start: int = 0,

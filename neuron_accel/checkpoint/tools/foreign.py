@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.checkpoint.format.manifest import locate
-from neuron_accel.checkpoint.format.source import Bytes, SourceTensor
+from neuron_accel.checkpoint.format.ranges import FileRanges
+from neuron_accel.checkpoint.format.source import SourceTensor
 from neuron_accel.doors import CHECKPOINT_READERS, entry_points, how_to_install, not_installed
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, PluginError
@@ -51,7 +52,7 @@ class ForeignTensor(SourceTensor):
 
     def read(
         self,
-        files: Bytes,
+        files: FileRanges,
         layout: Layout,
         at: Mapping[str, int],
         out: np.ndarray,

@@ -29,7 +29,8 @@ from neuron_accel.checkpoint.format.manifest import (
     read_manifest,
     replicas_in,
 )
-from neuron_accel.checkpoint.format.source import Bytes, SourceTensor
+from neuron_accel.checkpoint.format.ranges import FileRanges
+from neuron_accel.checkpoint.format.source import SourceTensor
 from neuron_accel.checkpoint.format.tensorfile import described_header, places_of, read_header
 from neuron_accel.checkpoint.state.snapshot import Item, RankFacts
 from neuron_accel.checkpoint.tools.consolidate import Progress, blocks_of, checkpoint_folder
@@ -231,7 +232,7 @@ def _parts(shards: list[StoredShard], at: dict[str, int], count: Callable[[int],
         return item.key, item.layout.dtype, shape, item.describe(at)
 
     yield described_header(described(shard.item) for shard in shards)
-    with Bytes() as source:
+    with FileRanges() as source:
         for shard in shards:
             item = shard.item
             for block in blocks_of(shard.source, source, item.layout, at, item.start or 0, item.stop):

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from neuron_accel.checkpoint.format.index import index_pretrained, is_pretrained
 from neuron_accel.checkpoint.format.pickled import is_mapped, read_pickled
-from neuron_accel.checkpoint.format.source import Bytes, words
+from neuron_accel.checkpoint.format.ranges import FileRanges
+from neuron_accel.checkpoint.format.source import words
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.errors import CheckpointError
 
@@ -33,7 +34,7 @@ def rows(tensor, index):
     )
     out = np.zeros(12, dtype=words(tensor.item_size))
     tensor.check()
-    with Bytes() as files:
+    with FileRanges() as files:
         tensor.read(files, layout, {"tp": index}, out)
     return out
 

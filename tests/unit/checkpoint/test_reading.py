@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from neuron_accel.checkpoint.format.files import Extent, Files
 from neuron_accel.checkpoint.format.index import Index
-from neuron_accel.checkpoint.format.source import Bytes, words
+from neuron_accel.checkpoint.format.ranges import FileRanges
+from neuron_accel.checkpoint.format.source import words
 from neuron_accel.checkpoint.format.tensorfile import read_header
 from neuron_accel.checkpoint.state.snapshot import Item, file_parts
 from neuron_accel.engine.sharding.layout import Cut, Layout
@@ -98,7 +99,7 @@ def test_reading_equals_slicing_the_full_tensor(tmp_path_factory, data, dims, ru
     stored, wanted = data.draw(layouts(dims)), data.draw(layouts(dims))
     full = torch.arange(1, math.prod(stored.shape) + 1, dtype=torch.int32).reshape(stored.shape)
     source = store(folder, full, stored, runs)
-    with Bytes() as files:
+    with FileRanges() as files:
         for at in places(wanted):
             expected = wanted.shard(full, at).reshape(-1)
             bounds = [round(i * expected.numel() / of) for i in range(of + 1)]
@@ -152,7 +153,7 @@ def test_large_boxes_are_read_in_several_parts(tmp_path, monkeypatch):
     columns = Layout(shape=(12, 10), dtype="int32", cuts=(Cut(dim=1, axis="tp", degree=2, size=10),))
     source = store(tmp_path, full, whole, runs=2)
     out = np.zeros(60, dtype=words(4))
-    with Bytes() as files:
+    with FileRanges() as files:
         source.read(files, columns, {"tp": 1}, out)
     assert out.reshape(12, 5).tolist() == full[:, 5:].tolist()
 
@@ -163,11 +164,11 @@ def test_only_what_is_needed_is_read(tmp_path, monkeypatch):
     source = store(tmp_path, full, Layout(shape=(64, 8), dtype="int32"), runs=1)
     rows = Layout(shape=(64, 8), dtype="int32", cuts=(Cut(dim=0, axis="tp", degree=4, size=64),))
     read = []
-    plain = Bytes.read
+    plain = FileRanges.read
     monkeypatch.setattr(
-        Bytes, "read", lambda self, path, offset, out: (read.append(out.nbytes), plain(self, path, offset, out))
+        FileRanges, "read", lambda self, path, offset, out: (read.append(out.nbytes), plain(self, path, offset, out))
     )
-    with Bytes() as files:
+    with FileRanges() as files:
         source.read(files, rows, {"tp": 2}, np.zeros(128, dtype=words(4)))
     assert sum(read) == full.numel() * 4 // 4
 
@@ -181,7 +182,7 @@ def test_every_dtype_keeps_its_bits(tmp_path, dtype):
     layout = Layout(shape=(2, 3), dtype=dtype)
     source = store(tmp_path, full, layout, runs=1)
     out = np.zeros(6, dtype=words(size))
-    with Bytes() as files:
+    with FileRanges() as files:
         source.read(files, Layout(shape=(2, 3), dtype=dtype), {}, out)
     assert out.tobytes() == bits.numpy().tobytes()
 
