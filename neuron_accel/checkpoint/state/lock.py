@@ -2,14 +2,16 @@
 """The lock of a save: the file ``.saving.json`` in the folder, a mark that names the process that saves.
 
 What it protects against: on one machine never two processes save into one folder, since the system locks the file for
-one of them and frees it when that one ends, however it ends. The other is told at once. So it is between machines whose
-file system carries such locks (NFSv4, Lustre with ``flock``).
+one of them and frees it when that one ends, however it ends. The other is told at once.
 
-What it does not: other shared file systems, and object stores, carry none. There the process renews its mark. Another
-that finds it waits until it is renewed, and is told, or for ``WAIT_S``, and takes it over; that is all that the mark of
-a lost machine costs, and one of the same run costs nothing. Two that begin in the same instant do not see each other,
-but one of them finds that the mark is not its own before it writes the manifest, and raises. Only a process that is
-suspended between this look and the manifest may replace what another has written.
+Between machines the process renews its mark. Another that finds it waits until it is renewed, and is told, or for
+``WAIT_S``, and takes it over: that is all that the mark of a lost machine costs, and one of the same run costs nothing.
+Where neither the system nor the file server locks the file (object stores, some shared file systems; NFSv4 and Lustre
+with ``flock`` do), two that begin in the same instant do not see each other, but one of them finds that the mark is not
+its own before it writes the manifest, and raises.
+
+What it does not protect against: a process of another machine that is suspended between this look and the manifest may
+replace what another has written meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any
 
 from neuron_accel.checkpoint.format.files import Files, failure
@@ -38,7 +41,13 @@ _CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 def this_process() -> dict[str, Any]:
     """Names this process among those of all machines."""
     namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
-    return {"host": socket.gethostname(), "namespace": namespace, "pid": os.getpid()}
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {
+        "host": socket.gethostname(),
+        "boot": boot.read_text().strip() if boot.exists() else "",
+        "namespace": namespace,
+        "pid": os.getpid(),
+    }
 
 
 def describe(process: dict[str, Any]) -> str:
@@ -118,13 +127,16 @@ class SaveLock:
             if locked is False:  # a child of the process that has ended, or a file server, still keeps the file locked
                 self._path.unlink(missing_ok=True)
             return locked is not False
-        before, until = self._state(), time.monotonic() + WAIT_S
-        while locked is not False and (now := self._state()) == before:
-            if time.monotonic() > until:
-                return True
-            time.sleep(RENEW_S / 10)
-        if locked is not False and now is None:
-            return False
+        if found and not (locked is False and _is_near(found)):
+            before, until = self._state(), time.monotonic() + WAIT_S
+            while (now := self._state()) == before:
+                if time.monotonic() > until:
+                    if locked is False:
+                        self._path.unlink(missing_ok=True)
+                    return locked is not False
+                time.sleep(RENEW_S / 10)
+            if now is None:
+                return False
         raise CheckpointError(
             f"{describe(found)} is saving into this folder.",
             where=str(self._path.parent),
@@ -181,11 +193,10 @@ class SaveLock:
 def _is_left_over(found: dict[str, Any], locked: bool | None) -> bool:
     """Whether the process that made a mark has ended, as the system says on this machine. On others one of an earlier
     start of this run has: its launcher has restarted it without waiting for a machine that is lost."""
-    here = this_process()
-    if found.get("host") != here["host"]:
+    if not _is_near(found):
         is_of_this_run = found.get("run") is not None and found["run"] == os.environ.get(RUN)
         return is_of_this_run or (not found and locked is not False)
-    if locked is True or found.get("namespace") != here["namespace"]:
+    if locked is True or found.get("namespace") != this_process()["namespace"]:
         return locked is True
     try:
         os.kill(found["pid"], 0)
@@ -194,6 +205,12 @@ def _is_left_over(found: dict[str, Any], locked: bool | None) -> bool:
     except (OSError, KeyError, TypeError, OverflowError):
         return True
     return False
+
+
+def _is_near(found: dict[str, Any]) -> bool:
+    """Whether a mark is one of this machine: by its name, which containers may not share, or by its kernel."""
+    here = this_process()
+    return any(here[key] and found.get(key) == here[key] for key in ("host", "boot"))
 
 
 def _read(path: Location) -> dict[str, Any] | None:

@@ -159,6 +159,16 @@ def test_the_mark_of_another_machine_that_is_not_renewed_costs_a_wait(folder):
     assert time.monotonic() - began >= lock_module.WAIT_S
 
 
+def test_a_file_server_that_keeps_the_lock_of_a_lost_machine_costs_the_same_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_module, "RENEW_S", 0.1)
+    monkeypatch.setattr(lock_module, "WAIT_S", 0.5)
+    with held(tmp_path):  # by another open file, which the system has locked
+        leave(tmp_path)
+        began = time.monotonic()
+        assert taken(tmp_path) is None
+        assert time.monotonic() - began >= lock_module.WAIT_S
+
+
 def test_a_mark_that_is_removed_meanwhile_costs_no_wait(folder, monkeypatch):
     monkeypatch.setattr(lock_module, "WAIT_S", 60.0)
     leave(folder)
