@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         global_norm,
         unsharded_gradients,
     )
-    from neuron_accel.engine.optim.reducer import BackwardWatcher, GradientReducer
+    from neuron_accel.engine.optim.reducer import BackwardWatcher, GradientOwner, GradientReducer
     from neuron_accel.engine.optim.twin import ReplicaState, ShardedState, StatePiece, take_weights, twin
 
     # the plugin interface and the plan
@@ -172,6 +172,7 @@ _NAMES = {
     ),
     "engine.optim.reducer": (
         "BackwardWatcher",
+        "GradientOwner",
         "GradientReducer",
     ),
     "engine.optim.twin": (
@@ -335,6 +336,7 @@ __all__ = [
     "Event",
     "Events",
     "FlatGradients",
+    "GradientOwner",
     "GradientPart",
     "GradientReducer",
     "Group",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reduction of gradients over ranks, bucket by bucket, while the backward pass still runs.
 
-:class:`GradientReducer` is for owners of gradient reduction that keep gradients at their parameters; it is
-all of data parallelism. :class:`BackwardWatcher`, below it, reports when the gradients of a bucket are complete, always
-in the same order on every rank, so that the collectives started then match. A parameter without a gradient in a
-backward pass delays nothing: its bucket follows when the pass ends. The method is that of "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training" (Li et al., VLDB 2020).
+:class:`GradientReducer` is for owners of gradient reduction that keep gradients at their parameters; it is all of data
+parallelism. :class:`BackwardWatcher`, below it, tells a :class:`GradientOwner` when the gradients of a bucket are
+complete, always in the same order on every rank, so that the collectives started then match. A parameter without a
+gradient in a backward pass delays nothing: its bucket follows when the pass ends. The method is that of "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training" (Li et al., VLDB 2020).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -23,7 +24,6 @@ from neuron_accel.errors import DesyncError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.group import Group, Pending
-    from neuron_accel.engine.runtime.join import JoinAction
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
@@ -63,16 +63,18 @@ class GradientReducer:
         UsageError: if a gradient is sparse, or arrives twice in one backward pass.
     """
 
+    by_arrival: ClassVar[bool] = True
+
     def __init__(self, model: PreparedModel, run: Run, bucket_cap_mb: float = 25.0) -> None:
         self._model, self._run, self._cap_bytes = model, run, int(bucket_cap_mb * (1 << 20))
         self._data_group = run.group(*run.mesh.gradient_axes)
         self._pending: list[tuple[int, list[bool], Pending]] = []
         self._left: set[torch.Tensor] = set()
         self._before: dict[nn.Parameter, torch.Tensor] = {}
-        self._action = run.join.register(
-            "a backward pass", lambda *state: self._watcher.take_part(*state), settle=lambda: self.flush()
-        )
-        self._watch(agreed=False)
+        self._buckets: list[Bucket] = []
+        self._memory: list[FlatGradients] = []  # of each bucket; on lazy devices none
+        # A lazy device runs nothing before the graph is complete, and its compiler schedules the reduction.
+        self._watcher = BackwardWatcher(self, self._records(), run, overlap=not run.backend.is_lazy)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self._buckets)} buckets of {self._model!r}>"
@@ -119,7 +121,7 @@ class GradientReducer:
             if self._watcher.owes(index):
                 self._send(index, group, ranks)
         self._watcher.forget()
-        self._done()
+        self.receive_gradients()
 
     def _inside_replica(self, bucket: Bucket, inside: list[str]) -> tuple[Group, int]:
         """Returns the group over which a bucket is summed if replicas are not averaged, and the number by which the sum
@@ -140,40 +142,33 @@ class GradientReducer:
 
     def restart(self) -> None:
         """Creates the buckets again, for parameters whose shapes have changed."""
-        self._watcher.close()
-        self._watch(agreed=True)
+        self._buckets, self._memory = [], []
+        self._watcher.restart(self._records())
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
         self._watcher.close()
 
-    # ---- one bucket after another ------------------------------------------------------------------------------------
-    def _watch(self, *, agreed: bool) -> None:
-        model = self._model
-        lazy = self._run.backend.is_lazy
-        self._buckets: list[Bucket] = []
-        self._memory: list[FlatGradients] | None = None if lazy else []
-        self._watcher = BackwardWatcher(
-            [r for r in model.parameters if r.current is not None and r.current not in self._left],
-            self._admit,
-            run=self._run,
-            group=self._data_group,
-            synchronises=lambda: model.synchronises,
-            driven=lambda: model.in_backward,
-            ready=self._ready,
-            done=self._done,
-            overlap=not lazy,  # a lazy device runs nothing before the graph is complete, and its compiler schedules it
-            action=self._action,
-            take=None if lazy else self._take,
-            agreed=agreed,
-        )
+    def _records(self) -> list[ParameterRecord]:
+        return [r for r in self._model.parameters if r.current is not None and r.current not in self._left]
 
-    def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
-        """Buckets for parameters that begin to train."""
+    # ---- what the watcher calls, see GradientOwner -------------------------------------------------------------------
+    @property
+    def synchronises(self) -> bool:
+        """Whether gradients that arrive now are reduced."""
+        return self._model.synchronises
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the run executes the backward pass."""
+        return self._model.in_backward
+
+    def admit(self, records: list[ParameterRecord]) -> list[Bucket]:
+        """Creates buckets for parameters that begin to train."""
         buckets = make_buckets(records, self._cap_bytes, self._run.mesh)
         buckets = [b for b in buckets if self._group(b).size > 1 or self._data_group.size > 1]
         self._buckets += buckets
-        if self._memory is not None:
+        if not self._run.backend.is_lazy:
             flags = exchanges_flags(self._run)
             self._memory += [FlatGradients(bucket, flags=flags) for bucket in buckets]
         return buckets
@@ -181,16 +176,17 @@ class GradientReducer:
     def _group(self, bucket: Bucket) -> Group:
         return self._run.group(*bucket.reduction_axes, *bucket.partial_axes)
 
-    def _take(self, index: int, position: int) -> None:
-        assert self._memory is not None
-        self._memory[index].take(position, 1 / self._data_group.size)
+    def take_gradient(self, bucket: int, index: int) -> None:
+        """Copies a gradient that has arrived into the memory of its bucket."""
+        self._memory[bucket].take(index, 1 / self._data_group.size)
 
-    def _ready(self, index: int) -> None:
-        self._send(index, self._group(self._buckets[index]), self._data_group.size)
+    def send_gradients(self, bucket: int) -> None:
+        """Starts the average of a bucket's gradients."""
+        self._send(bucket, self._group(self._buckets[bucket]), self._data_group.size)
 
     def _send(self, index: int, group: Group, ranks: int) -> None:
         """Starts the sum of a bucket's gradients over ``group``, divided by ``ranks``."""
-        if self._memory is None:
+        if self._run.backend.is_lazy:
             self._average(self._buckets[index], group, ranks)
             return
         flat, used = self._memory[index].collect(1 / ranks)
@@ -211,11 +207,10 @@ class GradientReducer:
         for parameter, is_used, average in zip(bucket.parameters, used, averages, strict=True):
             parameter.grad = average if is_used else None
 
-    def _done(self) -> None:
+    def receive_gradients(self) -> None:
         """Waits for the averages and assigns them to the parameters."""
         pending, self._pending = self._pending, []
         for index, used, work in pending:
-            assert self._memory is not None
             bucket, memory = self._buckets[index], self._memory[index]
             flat = work.wait()
             anywhere = memory.used_anywhere(flat, used)
@@ -234,91 +229,102 @@ class GradientReducer:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
+@runtime_checkable
+class GradientOwner(Protocol):
+    """Reduces gradients bucket by bucket, when a :class:`BackwardWatcher` tells it to.
+
+    Attributes:
+        by_arrival: whether a bucket is complete once all its gradients have arrived; False: once the owner says so
+            (:meth:`BackwardWatcher.complete`), at the same place between other collectives on every rank, also on one
+            where a parameter has no gradient.
+    """
+
+    by_arrival: ClassVar[bool]
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether gradients that arrive now are to be reduced, or only accumulate."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the code that runs the backward pass will call :meth:`BackwardWatcher.finish`; otherwise autograd
+        calls it at the end of the pass."""
+
+    def admit(self, records: list[ParameterRecord]) -> Sequence[Bucket]:
+        """Called with parameters that begin to train; returns the buckets to watch in addition."""
+
+    def take_gradient(self, bucket: int, index: int) -> None:
+        """Called when a gradient arrives of a bucket that may be sent while the pass still runs, with the position of
+        its parameter in the bucket."""
+
+    def send_gradients(self, bucket: int) -> None:
+        """Called once the gradients of a bucket are complete; in ascending order but for
+        :meth:`BackwardWatcher.complete_ahead`, and at most once in a pass."""
+
+    def receive_gradients(self) -> None:
+        """Called at the end of a pass, after every bucket that takes part in it was sent."""
+
+    def flush(self) -> None:
+        """Reduces the gradients that are not reduced yet."""
+
+
 class BackwardWatcher:
-    """Reports when the gradients of each bucket are complete in a backward pass.
+    """Tells an owner of gradients when those of each bucket are complete in a backward pass.
 
     Which parameters require gradients is checked at the end of every pass that is reduced, and at the latest before
     gradients are used. A parameter that has begun to train is then reduced with its full accumulated gradient, and a
     bucket without training parameters is skipped. ``requires_grad`` must be the same on every rank.
 
     Args:
+        owner: reduces the gradients.
         records: all parameters that may train, in the same order on every rank.
-        admit: is called with those of ``records`` that begin to train, for the first time by the constructor; returns
-            the buckets to watch in addition.
         run: the run.
-        group: the ranks on which the same parameters must train.
-        synchronises: returns whether gradients that arrive now are to be reduced, or only accumulate.
-        driven: returns whether the code that runs the backward pass will call :meth:`finish`; otherwise autograd calls
-            it at the end of the pass.
-        ready: called with a bucket's index once its gradients are complete; in ascending order but for
-            :meth:`complete_ahead`, each at most once per pass.
-        done: called at the end of a pass, after every bucket that takes part in it was ready.
-        overlap: whether buckets are announced while the pass still runs, or all at its end.
-        action: the reduction, for ranks that have run out of data: with the arguments of :meth:`take_part`.
-        take: called with a bucket's index and a parameter's position in it when a gradient arrives that will be
-            announced while the pass still runs.
-        agreed: whether it is known that the same parameters train on all ranks now.
-        by_arrival: whether a bucket is complete once all its gradients have arrived; False: once the owner says so
-            (:meth:`complete`), at the same place between other collectives on every rank, also on one where a parameter
-            has no gradient.
+        overlap: whether buckets are sent while the pass still runs, or all at its end.
     """
 
-    def __init__(
-        self,
-        records: Iterable[ParameterRecord],
-        admit: Callable[[list[ParameterRecord]], Sequence[Bucket]],
-        *,
-        run: Run,
-        group: Group,
-        synchronises: Callable[[], bool],
-        driven: Callable[[], bool],
-        ready: Callable[[int], None],
-        done: Callable[[], None],
-        overlap: bool = True,
-        action: JoinAction | None = None,
-        take: Callable[[int, int], None] | None = None,
-        agreed: bool = False,
-        by_arrival: bool = True,
-    ) -> None:
-        self._admit, self._run, self._group = admit, run, group
-        self._action, self._take = action, take
-        self._ready, self._done = ready, done
-        self._by_arrival = by_arrival
-        self._told: set[int] = set()  # buckets that the owner has called complete in this pass
-        self._ahead: set[int] = set()  # of these, those that were announced before others with a lower index
-        self._synchronises, self._driven, self._overlap = synchronises, driven, overlap
-        self._candidates: list[ParameterRecord] = []
-        self._frozen: list[int] = []  # indices of the candidates that never trained
-        self._joined: list[tuple[int, ...]] = []  # indices of those that began to train, one entry each time
-        self._buckets: list[Bucket] = []
-        # Lists by the number of a parameter: a hook takes microseconds, and looking up a tensor in a dict is slower.
-        self._where: list[int] = []
-        self._position: list[int] = []
-        self._records: list[ParameterRecord] = []
-        self._late: list[bool] = []
+    def __init__(self, owner: GradientOwner, records: Iterable[ParameterRecord], run: Run, *, overlap: bool = True):
+        self._owner, self._run, self._overlap = owner, run, overlap
+        self._action = run.join.register("a backward pass", self.take_part, settle=owner.flush)
         self._handles: list[Any] = []
-        self._owed: list[bool] = []  # for each bucket, whether it has gradients that were not reduced
-        self._active: list[bool] = []
-        self._seen = bytearray()
-        self._missing: list[int] = []
-        self._resting: set[int] = set()  # buckets in which nothing trained in the last pass
-        self._agreed: set[tuple[int, ...]] = set()  # of these, those that ranks have agreed on to train again
-        self._next = 0
-        self._running, self._sends_early = False, False
-        run.watchers.append(self)
-        self.extend(records, agreed=agreed)
+        self._watch(records, agreed=False)
 
     def __repr__(self) -> str:
-        training = len(self._candidates) - len(self._frozen)
-        return f"<{type(self).__name__}: {training} parameters that train in {len(self._buckets)} buckets>"
+        return f"<{type(self).__name__}: {self._trainable} in {len(self._buckets)} buckets>"
+
+    def _watch(self, records: Iterable[ParameterRecord], *, agreed: bool) -> None:
+        self._trainable = Trainable(self._run)
+        self._buckets: list[Bucket] = []
+        self._watched: list[_Watched] = []  # by the number of a parameter, which its hook knows
+        self._owed: list[bool] = []  # for each bucket, whether it has gradients that were not reduced
+        self._resting: set[int] = set()  # buckets in which nothing trained in the last pass
+        self._pass: _Pass | None = None
+        self._run.watchers.append(self)
+        self.extend(records, agreed=agreed)
 
     def extend(self, records: Iterable[ParameterRecord], *, agreed: bool = False) -> None:
-        """Watches further parameters from the time when they train. Collective."""
-        begin = len(self._candidates)
-        self._candidates += [record for record in records if record.current is not None]
-        self._frozen += range(begin, len(self._candidates))
+        """Watches further parameters from the time when they train. Collective.
+
+        Args:
+            records: the parameters.
+            agreed: whether it is known that the same ones train on all ranks now.
+        """
+        self._trainable.add(records)
         self.follow(agreed=agreed, meets=True)
 
+    def restart(self, records: Iterable[ParameterRecord]) -> None:
+        """Watches these parameters instead, of which the same ones train on all ranks."""
+        self.close()
+        self._watch(records, agreed=True)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        if self in self._run.watchers:
+            self._run.watchers.remove(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- parameters that begin to train ------------------------------------------------------------------------------
     def follow(self, *, owed: bool = False, agreed: bool = False, meets: bool = False) -> bool:
         """Checks which parameters have begun to train. Collective if there are any.
 
@@ -330,36 +336,322 @@ class BackwardWatcher:
         Returns:
             Whether any have.
 
-            Raises:
-                DesyncError: if other parameters have begun to train on other ranks.
+        Raises:
+            DesyncError: if other parameters have begun to train on other ranks.
         """
-        begun = tuple(index for index in self._frozen if self._candidates[index].trains)
+        begun = self._trainable.begun()
         if begun:
             if not agreed:
-                self._check_agreement(begun, meets=meets)
+                self._trainable.check([self._trainable.candidates[index] for index in begun], meets=meets)
             self._join(begun, owed=owed)
         return bool(begun)
 
-    def _check_agreement(self, begun: Iterable[int], *, meets: bool) -> None:
+    def _join(self, begun: tuple[int, ...], *, owed: bool) -> None:
+        buckets = self._owner.admit(self._trainable.join(begun))
+        for number, bucket in enumerate(buckets, len(self._buckets)):
+            for index, (parameter, record) in enumerate(zip(bucket.parameters, bucket.records, strict=True)):
+                self._handles.append(_hooked(parameter, _arrival(weakref.ref(self), len(self._watched))))
+                self._watched.append(_Watched(number, index, record, record.completed_late))
+            if self._pass is not None:
+                self._pass.active.append(True)
+                self._pass.missing.append(len(bucket.parameters))
+        self._buckets += buckets
+        self._owed += [owed] * len(buckets)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a bucket has parameters that train and others that no longer do. In a pass, of those that take part
+        in it."""
+        return any(
+            len({parameter.requires_grad for parameter in bucket.parameters}) > 1
+            for index, bucket in enumerate(self._buckets)
+            if self._pass is None or self._pass.active[index]
+        )
+
+    # ---- gradients that passes have left unreduced -------------------------------------------------------------------
+    @property
+    def unsynchronised(self) -> bool:
+        """Whether gradients have arrived that were not sent yet."""
+        return any(self._owed)
+
+    def owes(self, bucket: int) -> bool:
+        """Returns whether a bucket has gradients that were not sent yet."""
+        return self._owed[bucket]
+
+    def owe(self) -> None:
+        """Marks all buckets with training parameters as having gradients that were not sent."""
+        trains = [any(parameter.requires_grad for parameter in bucket.parameters) for bucket in self._buckets]
+        self._owed = [owed or learns for owed, learns in zip(self._owed, trains, strict=True)]
+
+    def forget(self) -> None:
+        """Removes that mark from all buckets."""
+        self._owed = [False] * len(self._buckets)
+
+    # ---- a pass ------------------------------------------------------------------------------------------------------
+    def _arrived(self, number: int) -> None:
+        watched = self._watched[number]
+        bucket = watched.bucket
+        if not self._owner.synchronises:
+            if not self._owed[bucket]:
+                self.owe()
+            return
+        now = self._enter()
+        if watched.is_late:
+            return  # its bucket is complete at the end of the pass only
+        is_sent = bucket < now.next and bucket not in now.ahead
+        if number in now.arrived:
+            if is_sent:
+                raise UsageError(
+                    f"The gradient of {watched.record.fqn!r} arrived twice in one backward pass, the second time after "
+                    "it had been sent.",
+                    why="re-entrant activation checkpointing runs a backward pass inside the backward pass",
+                    fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
+                )
+        else:
+            if is_sent and bucket in now.told:
+                raise UsageError(
+                    f"The gradient of {watched.record.fqn!r} arrived after the gradients of its module had been sent.",
+                    why="the parameter is also used outside of the forward pass of the module that it was sharded with",
+                    fix="choose other modules to shard by, so that it belongs to one in whose forward pass it is used",
+                )
+            now.arrived.add(number)
+            now.missing[bucket] -= 1
+        if now.sends_early and not self._run.join.is_uneven:
+            self._owner.take_gradient(bucket, watched.index)
+            if now.missing[bucket] == 0 and self._owner.by_arrival:
+                self._advance(now)
+
+    def _enter(self) -> _Pass:
+        """Returns the pass that runs, which begins with the first gradient."""
+        if self._pass is None:
+            self._begin()
+            if not self._owner.in_backward:
+                # A plain loss.backward(): autograd itself reports its end.
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        assert self._pass is not None
+        return self._pass
+
+    def _begin(self, active: Sequence[bool] | None = None) -> _Pass:
+        """Begins a pass.
+
+        Args:
+            active: which buckets are reduced, if that is given: those that earlier passes have left unreduced, or that
+                other ranks reduce, which this one follows without data. By default also those in which some parameter
+                trains.
+        """
+        missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
+        every = [owed or count > 0 for owed, count in zip(self._owed, missing, strict=True)]
+        # With several watchers the order of completion depends on a rank's samples; at the end of the pass it is fixed.
+        alone = not any(other._buckets for other in self._run.watchers if other is not self)
+        self._pass = _Pass(list(every if active is None else active), missing, self._overlap and alone)
+        resumed = tuple(i for i in sorted(self._resting) if every[i])
+        self._resting = {i for i, count in enumerate(missing) if not count}
+        if active is None and resumed:
+            self._trainable.check_resumed(resumed, self._buckets)
+        return self._pass
+
+    def _advance(self, now: _Pass, *, everything: bool = False) -> None:
+        """Sends the buckets that are complete, in order."""
+        while now.next < len(self._buckets):
+            bucket = now.next
+            if now.active[bucket] and bucket not in now.ahead:
+                arrived = self._owner.by_arrival and now.missing[bucket] <= 0
+                if not (everything or arrived or bucket in now.told):
+                    return
+                now.next += 1
+                self._owner.send_gradients(bucket)
+            else:
+                now.next += 1
+
+    def complete(self, buckets: Iterable[int]) -> None:
+        """Called during a backward pass, once these buckets get no further gradients in it, whether or not some are
+        missing. They are sent, after those before them. Without effect in a pass that does not synchronise, or whose
+        buckets are sent at its end."""
+        if not self._owner.synchronises:
+            return
+        now = self._enter()
+        if now.sends_early and not self._run.join.is_uneven:
+            now.told.update(buckets)
+            self._advance(now)
+
+    def complete_ahead(self, bucket: int) -> bool:
+        """As :meth:`complete`, for a bucket that is sent before those with a lower index, at the same moment on every
+        rank. It may get further gradients in this pass, which the owner reduces.
+
+        Returns:
+            Whether it was sent.
+        """
+        if not self._owner.synchronises:
+            return False
+        now = self._enter()
+        is_next = now.active[bucket] and bucket >= now.next and bucket not in now.told
+        if not is_next or not now.sends_early or self._run.join.is_uneven:
+            return False
+        now.told.add(bucket)
+        now.ahead.add(bucket)
+        self._owner.send_gradients(bucket)
+        return True
+
+    def has_arrived(self, bucket: int) -> bool:
+        """Returns whether all gradients of a bucket have arrived in the backward pass that runs."""
+        return self._pass is not None and self._pass.missing[bucket] <= 0
+
+    def finish(self) -> None:
+        """Must be called at the end of a backward pass: sends the remaining buckets. Between passes it only handles
+        parameters that have begun to train."""
+        now = self._pass
+        if now is not None and not self._run.join.is_uneven:
+            self._advance(now, everything=True)  # first, since some ranks have started these collectives in the pass
+        begun = (now is not None or self._owner.synchronises) and self.follow(owed=True)
+        if now is not None or begun:
+            self._complete(now or self._begin(self._owed))
+
+    def flush(self) -> None:
+        """Sends gradients that arrived in passes that did not synchronise, if there are any."""
+        self.finish()
+        self.follow(owed=True)
+        if self.unsynchronised:
+            self._complete(self._begin(self._owed))
+
+    def _complete(self, now: _Pass) -> None:
+        if self._run.join.is_uneven:
+            trains = tuple(record.trains for record in self._trainable.candidates)
+            self._action(trains, tuple(self._trainable.joined), tuple(now.active))
+        self._advance(now, everything=True)
+        self._owed = [owed and not active for owed, active in zip(self._owed, now.active, strict=True)]
+        self._owner.receive_gradients()
+        self._pass = None
+
+    def take_part(
+        self, trains: tuple[bool, ...], joined: tuple[tuple[int, ...], ...], active: tuple[bool, ...]
+    ) -> None:
+        """Takes part in a pass of other ranks without data: this rank contributes the gradients that it has, or zeros.
+
+        Args:
+            trains: which parameters train on the ranks with data, and from now on on this rank.
+            joined: indices of parameters that have begun to train, one entry each time.
+            active: which buckets are reduced.
+        """
+        self._trainable.follow(trains)
+        for begun in joined[len(self._trainable.joined) :]:
+            self._join(begun, owed=False)
+        self._complete(self._begin(active))
+
+
+@dataclass(eq=False, slots=True)
+class _Pass:
+    """The state of one backward pass.
+
+    Args:
+        active: which buckets take part in it.
+        missing: for each bucket, how many of its gradients have not arrived.
+        sends_early: whether buckets are sent while it runs.
+
+    Attributes:
+        next: the first bucket that was not sent, of those that are sent in order.
+        arrived: numbers of the parameters whose gradients have arrived.
+        told: buckets that the owner has called complete.
+        ahead: of these, those that were sent before others with a lower index.
+    """
+
+    active: list[bool]
+    missing: list[int]
+    sends_early: bool
+    next: int = 0
+    arrived: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)
+    ahead: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class _Watched:
+    """A parameter whose gradients are watched.
+
+    Args:
+        bucket: its bucket.
+        index: its position there.
+        record: its record.
+        is_late: whether its gradient is complete at the end of a pass only.
+    """
+
+    bucket: int
+    index: int
+    record: ParameterRecord
+    is_late: bool
+
+
+class Trainable:
+    """Which of some parameters train, agreed over the ranks that sum their gradients.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        candidates: all parameters that may train.
+        joined: indices of those that began to train, one entry each time.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._group = run, run.group(*run.mesh.gradient_axes)
+        self.candidates: list[ParameterRecord] = []
+        self.joined: list[tuple[int, ...]] = []
+        self._frozen: list[int] = []  # indices of those that never trained
+        self._agreed: set[tuple[int, ...]] = set()  # buckets that ranks have agreed on to train again
+
+    def __repr__(self) -> str:
+        return f"{len(self.candidates) - len(self._frozen)} parameters that train"
+
+    def add(self, records: Iterable[ParameterRecord]) -> None:
+        """Adds parameters that may train."""
+        begin = len(self.candidates)
+        self.candidates += [record for record in records if record.current is not None]
+        self._frozen += range(begin, len(self.candidates))
+
+    def begun(self) -> tuple[int, ...]:
+        """Returns the indices of those that train now and never did."""
+        return tuple(index for index in self._frozen if self.candidates[index].trains)
+
+    def join(self, begun: tuple[int, ...]) -> list[ParameterRecord]:
+        """Notes that these train from now on, and returns them."""
+        self.joined.append(begun)
+        joining = set(begun)
+        self._frozen = [index for index in self._frozen if index not in joining]
+        return [self.candidates[index] for index in begun]
+
+    def follow(self, trains: Sequence[bool]) -> None:
+        """Sets ``requires_grad`` to that of other ranks."""
+        for record, does in zip(self.candidates, trains, strict=True):
+            if record.current is not None and record.current.requires_grad != does:
+                record.current.requires_grad_(does)
+
+    # ---- the same on every rank --------------------------------------------------------------------------------------
+    def check(self, begun: Iterable[ParameterRecord], *, meets: bool) -> None:
         """Checks that the same parameters begin to train on all ranks.
 
         Args:
-            begun: indices of those that begin on this rank.
+            begun: those that begin on this rank.
             meets: whether all ranks are known to check now. If not, other ranks may not have noticed anything and
                 continue with another collective. This rank then waits for them for a limited time, without a
                 collective.
+
+        Raises:
+            DesyncError: if they are others on other ranks.
         """
-        if self._group.size == 1 or (self._action is not None and self._action.announced):
+        if self._group.size == 1 or self._run.join.is_uneven:
             return  # ranks with data tell the others which parameters train
-        names = [self._candidates[i].fqn for i in begun]
-        if meets:
-            everyone = self._run.backend.all_gather_object(names, self._group)
-        else:
-            everyone = self._meet(names)
+        names = [record.fqn for record in begun]
+        everyone = self._run.backend.all_gather_object(names, self._group) if meets else self._meet(names)
         differs = sorted(set().union(*everyone).difference(set(everyone[0]).intersection(*everyone)))
         if differs:
             ranks = [rank for rank, mine in zip(self._group.ranks, everyone, strict=True) if differs[0] in mine]
             raise self._differs(differs[0], ranks, f"{len(differs)} such parameters")
+
+    def check_resumed(self, resumed: tuple[int, ...], buckets: Sequence[Bucket]) -> None:
+        """Checks that buckets whose parameters did not train in the last pass, and now do, are the same on all ranks. A
+        set of buckets is checked once only, since some loops freeze and unfreeze parameters at every step."""
+        if resumed not in self._agreed and not self._run.join.is_uneven:
+            self.check([r for index in resumed for r in buckets[index].records if r.trains], meets=False)
+            self._agreed.add(resumed)
 
     def _meet(self, names: list[str]) -> list[list[str]]:
         """Waits until all ranks have noticed that parameters begin to train, and returns the names of each rank."""
@@ -386,232 +678,10 @@ class BackwardWatcher:
             fix="freeze and unfreeze the same parameters at the same step on every rank",
         )
 
-    def _join(self, begun: tuple[int, ...], *, owed: bool) -> None:
-        self._joined.append(begun)
-        joining = set(begun)
-        self._frozen = [index for index in self._frozen if index not in joining]
-        buckets = self._admit([self._candidates[index] for index in begun])
-        for index, bucket in enumerate(buckets, len(self._buckets)):
-            for position, parameter in enumerate(bucket.parameters):
-                number = len(self._where)
-                self._where.append(index)
-                self._position.append(position)
-                self._handles.append(_hooked(parameter, _arrival(weakref.ref(self), number)))
-                self._seen.append(0)
-            self._records += bucket.records
-            self._late += [record.completed_late for record in bucket.records]
-            self._missing.append(len(bucket.parameters))
-        self._buckets += buckets
-        self._owed += [owed] * len(buckets)
-        self._active += [True] * len(buckets)
-
-    @property
-    def unsynchronised(self) -> bool:
-        """Whether gradients have arrived that were not reported through ``ready`` yet."""
-        return any(self._owed)
-
-    def owes(self, index: int) -> bool:
-        """Returns whether a bucket has gradients that were not reported yet."""
-        return self._owed[index]
-
-    def owe(self) -> None:
-        """Marks all buckets with training parameters as having gradients that were not reported."""
-        self._owed = [owed or self._learns(i) for i, owed in enumerate(self._owed)]
-
-    def forget(self) -> None:
-        """Removes that mark from all buckets."""
-        self._owed = [False] * len(self._buckets)
-
-    def _learns(self, index: int) -> bool:
-        return any(parameter.requires_grad for parameter in self._buckets[index].parameters)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether a bucket has parameters that train and others that no longer do."""
-        return any(
-            len({parameter.requires_grad for parameter in bucket.parameters}) > 1
-            for bucket, active in zip(self._buckets, self._active, strict=True)
-            if active
-        )
-
-    def _arrived(self, number: int) -> None:
-        index = self._where[number]
-        if not self._synchronises():
-            if not self._owed[index]:
-                self.owe()
-            return
-        self._enter()
-        if self._late[number]:
-            return  # its bucket is complete at the end of the pass only
-        if self._seen[number]:
-            if index < self._next and index not in self._ahead:
-                raise UsageError(
-                    f"The gradient of {self._records[number].fqn!r} arrived twice in one backward pass, the second "
-                    "time after it had been sent.",
-                    why="re-entrant activation checkpointing runs a backward pass inside the backward pass",
-                    fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
-                )
-        else:
-            if index in self._told and index < self._next and index not in self._ahead:
-                raise UsageError(
-                    f"The gradient of {self._records[number].fqn!r} arrived after the gradients of its module had been "
-                    "sent.",
-                    why="the parameter is also used outside of the forward pass of the module that it was sharded with",
-                    fix="choose other modules to shard by, so that it belongs to one in whose forward pass it is used",
-                )
-            self._seen[number] = 1
-            self._missing[index] -= 1
-        if not self._sends_early or (self._action and self._action.announced):
-            return
-        if self._take:
-            self._take(index, self._position[number])
-        if self._missing[index] == 0 and self._by_arrival:
-            self._advance()
-
-    def _enter(self) -> None:
-        if self._running:
-            return
-        self._begin()
-        if not self._driven():
-            # A plain loss.backward(): autograd itself reports its end.
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-
-    def complete(self, indices: Iterable[int]) -> None:
-        """Called during a backward pass, once these buckets get no further gradients in it, whether or not some are
-        missing. They are announced, after those before them. Without effect in a pass that does not synchronise, or
-        whose buckets are announced at its end."""
-        if not self._synchronises():
-            return
-        self._enter()
-        if self._sends_early and not (self._action and self._action.announced):
-            self._told.update(indices)
-            self._advance()
-
-    def complete_ahead(self, index: int) -> bool:
-        """As :meth:`complete`, for a bucket that is announced before those with a lower index, at the same moment on
-        every rank. It may get further gradients in this pass, which the owner reduces.
-
-        Returns:
-            Whether it was announced.
-        """
-        if not self._synchronises():
-            return False
-        self._enter()
-        is_next = self._active[index] and index >= self._next and index not in self._told
-        if not is_next or not self._sends_early or (self._action and self._action.announced):
-            return False
-        self._told.add(index)
-        self._ahead.add(index)
-        self._ready(index)
-        return True
-
-    def has_arrived(self, index: int) -> bool:
-        """Returns whether all gradients of a bucket have arrived in the backward pass that runs."""
-        return self._running and self._missing[index] <= 0
-
-    def _begin(self, *, left: bool = False, follows: bool = False) -> None:
-        """Begins a pass.
-
-        Args:
-            left: whether it only reduces gradients that earlier passes have left unreduced.
-            follows: whether this rank has no data, and follows the ranks that have.
-        """
-        self._running = True
-        # With several watchers the order of completion depends on a rank's samples; at the end of the pass it is fixed.
-        alone = not any(other._buckets for other in self._run.watchers if other is not self)
-        self._sends_early = self._overlap and alone
-        self._next = 0
-        self._told, self._ahead = set(), set()
-        self._seen = bytearray(len(self._where))
-        self._missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
-        self._active = [
-            owed or (missing > 0 and not left) for owed, missing in zip(self._owed, self._missing, strict=True)
-        ]
-        resumed = tuple(i for i, is_active in enumerate(self._active) if is_active and i in self._resting)
-        self._resting = {i for i, missing in enumerate(self._missing) if not missing}
-        if not left and not follows:
-            self._check_resumed(resumed)
-
-    def _check_resumed(self, resumed: tuple[int, ...]) -> None:
-        """Checks that buckets whose parameters did not train in the last pass, and now do, are the same on all ranks. A
-        set of buckets is checked once only, since some loops freeze and unfreeze parameters at every step."""
-        announced = self._action is not None and self._action.announced
-        if resumed and resumed not in self._agreed and not announced:
-            candidates = {id(record): index for index, record in enumerate(self._candidates)}
-            records = [record for i in resumed for record in self._buckets[i].records if record.trains]
-            self._check_agreement([candidates[id(record)] for record in records], meets=False)
-            self._agreed.add(resumed)
-
-    def _advance(self, *, everything: bool = False) -> None:
-        while self._next < len(self._buckets):
-            if not self._active[self._next] or self._next in self._ahead:
-                self._next += 1
-            elif everything or self._next in self._told or (self._by_arrival and self._missing[self._next] <= 0):
-                self._next += 1
-                self._ready(self._next - 1)
-            else:
-                return
-
-    def finish(self) -> None:
-        """Must be called at the end of a backward pass: reports the remaining buckets. Between passes it only handles
-        parameters that have begun to train."""
-        if self._running and not (self._action and self._action.announced):
-            self._advance(everything=True)  # first, since some ranks have started these collectives during the pass
-        begun = (self._running or self._synchronises()) and self.follow(owed=True)
-        if not self._running:
-            if not begun:
-                return
-            self._begin(left=True)
-        self._complete()
-
-    def _complete(self) -> None:
-        if self._action and self._action.announced:
-            trains = tuple(record.trains for record in self._candidates)
-            self._action(trains, tuple(self._joined), tuple(self._active))
-        self._advance(everything=True)
-        self._running = False
-        self._owed = [owed and not active for owed, active in zip(self._owed, self._active, strict=True)]
-        self._done()
-
-    def flush(self) -> None:
-        """Reports gradients that arrived in passes that did not synchronise, if there are any."""
-        self.finish()
-        self.follow(owed=True)
-        if self.unsynchronised:
-            self._begin(left=True)
-            self._complete()
-
-    def take_part(
-        self, trains: tuple[bool, ...], joined: tuple[tuple[int, ...], ...], active: tuple[bool, ...]
-    ) -> None:
-        """Takes part in a pass of other ranks without data: this rank contributes the gradients that it has, or zeros.
-
-        Args:
-            trains: which parameters train on the ranks with data, and from now on on this rank.
-            joined: indices of parameters that have begun to train, one entry each time.
-            active: which buckets are reduced.
-        """
-        for record, does in zip(self._candidates, trains, strict=True):
-            if record.current is not None and record.current.requires_grad != does:
-                record.current.requires_grad_(does)
-        for begun in joined[len(self._joined) :]:
-            self._join(begun, owed=False)
-        self._begin(follows=True)
-        self._active = list(active)
-        self._complete()
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        if self in self._run.watchers:
-            self._run.watchers.remove(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
 
 def _arrival(reference: weakref.ref[BackwardWatcher], number: int) -> Callable[[torch.Tensor], None]:
-    """A hook of a parameter. It does not keep the watcher, which has the parameter: Python's garbage collector does not
-    see these hooks, and would never free them."""
+    """A hook of a parameter, by its number. It keeps neither the watcher nor a record, which have the parameter:
+    Python's garbage collector does not see these hooks, and would never free them."""
 
     def arrived(_: torch.Tensor) -> None:
         watcher = reference()

@@ -83,7 +83,7 @@ class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
     """
 
     by_arrival: ClassVar[bool] = True
-    """Whether a bucket is reduced once all its gradients have arrived, see :class:`BackwardWatcher`."""
+    """Whether a bucket is reduced once all its gradients have arrived, see :class:`GradientOwner`."""
 
     def __init__(
         self,
@@ -128,25 +128,10 @@ class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
         self._awaited = AwaitedWeights() if overlap_gather and may_be_awaited(run, plugin) else None
         self._recipe = recipe_of(optimizer)
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # created below, after the shards
-        self._action = run.join.register(
-            "a backward pass", lambda *state: self._watcher.take_part(*state), settle=self.flush
-        )
+        overlap = overlap and (not self._lazy or not self.by_arrival)
+        self._watcher = BackwardWatcher(self, self._records(optimizer.param_groups), run, overlap=overlap)
         self._own_call = run.join.register("a method of the optimizer", self.call_own)
         self._uses_gradients: dict[str, bool] = {}  # the methods that were tested
-        self._watcher = BackwardWatcher(
-            self._records(optimizer.param_groups),
-            self._admit,
-            run=run,
-            group=self._group,
-            synchronises=lambda: self._accumulates_shards or self._synchronises(),
-            driven=lambda: any(model.in_backward for model in self._models),
-            ready=self._send,
-            done=self._receive,
-            overlap=overlap and (not self._lazy or not self.by_arrival),
-            take=None if self._lazy else self._take,
-            action=self._action,
-            by_arrival=self.by_arrival,
-        )
         state = self._sharded_state(self.shards)
         self.inner = twin(optimizer, [self._inner_group(g) for g in optimizer.param_groups], state)
         self._copy_attributes()
@@ -156,12 +141,6 @@ class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
         self._release(self.shards)
         if self._recipe is not None:
             del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
-
-    @property
-    def _accumulates_shards(self) -> bool:
-        """Whether every micro-batch is reduced. With uneven inputs none but the last of a step is: a rank whose last
-        batch completes a step early would reduce once where others reduce several times."""
-        return self._every_micro_batch and not self._action.announced
 
     # ---- construction ------------------------------------------------------------------------------------------------
     def _records(self, groups: Iterable[dict[str, Any]]) -> list[ParameterRecord]:
@@ -173,7 +152,7 @@ class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
                 self._models.append(model)
         return records
 
-    def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
+    def admit(self, records: list[ParameterRecord]) -> list[Bucket]:
         """Shards parameters that begin to train, and returns their buckets. Until then parameters have no master
         weights, and state that was loaded for them is unsharded."""
         self.settle()
@@ -238,9 +217,6 @@ class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
         for updates, entries in state.items():
             put_state(self.inner, updates, entries)
         self._release(shards)
-
-    def _take(self, bucket: int, index: int) -> None:
-        cast(EagerShard, self.shards[bucket]).take_gradient(index)
 
     def _stand_ins(self) -> dict[torch.Tensor, list[StandIn]]:
         """Returns the tensors that the inner optimizer updates instead of each parameter."""
@@ -472,12 +448,29 @@ class ShardedOptimizer(OwnMethods, torch.optim.Optimizer):
                     parameter.grad = None
         self._watcher.forget()
 
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-    def _send(self, bucket: int) -> None:
+    # ---- gradients, see GradientOwner --------------------------------------------------------------------------------
+    @property
+    def synchronises(self) -> bool:
+        """Whether gradients that arrive now are reduced: those of every micro-batch, if they accumulate as shards. With
+        uneven inputs none but the last of a step is then: a rank whose last batch completes a step early would reduce
+        once where others reduce several times."""
+        return (self._every_micro_batch and not self._run.join.is_uneven) or self._synchronises()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the run executes a backward pass of one of the models."""
+        return any(model.in_backward for model in self._models)
+
+    def take_gradient(self, bucket: int, index: int) -> None:
+        """Takes a gradient that has arrived into the buffer that is sent."""
+        self.shards[bucket].take_gradient(index)
+
+    def send_gradients(self, bucket: int) -> None:
+        """Starts the reduce-scatter of a bucket."""
         self.shards[bucket].send_gradients()
         self._sent.append(self.shards[bucket])
 
-    def _receive(self) -> None:
+    def receive_gradients(self) -> None:
         """Waits for the gradients that were sent."""
         self._receive_with([])
 

@@ -121,6 +121,9 @@ class BucketShard(ReducedGradients):
         """Sets the master weights from the model's weights, after these were changed."""
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
+    def take_gradient(self, index: int) -> None:
+        """Called when the gradient of a parameter has arrived, before :meth:`send_gradients`."""
+
     def send_gradients(self) -> None:
         """Starts the reduce-scatter of the bucket's gradients and releases them."""
         gradients, kept = [], []

@@ -70,9 +70,10 @@ class FullyShardedOptimizer(ShardedOptimizer):
         """See :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`."""
         return self._groups.axes
 
-    def _admit(self, records: list[ParameterRecord]) -> list[Bucket]:
+    def admit(self, records: list[ParameterRecord]) -> list[Bucket]:
+        """See :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`."""
         self._frozen.release(records)
-        return super()._admit(records)
+        return super().admit(records)
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
         """The buckets of one unit after another, in the order in which backward passes end, the model's own at the end;
@@ -140,13 +141,14 @@ class FullyShardedOptimizer(ShardedOptimizer):
         unit.shards.append((shard, partial(self._complete, unit)))
         return shard
 
-    def _take(self, bucket: int, index: int) -> None:
+    def take_gradient(self, bucket: int, index: int) -> None:
+        """Takes a gradient into the buffer that is sent, unless it is sent from where it is."""
         shard = self.shards[bucket]
         if self._ahead.travels:  # as much memory is needed for the gradients of the first unit
             self._passing.settle()
             self._ahead.travels = False
         if not isinstance(shard, GatheredShard) or not shard.is_alone:
-            super()._take(bucket, index)
+            super().take_gradient(bucket, index)
 
     def _complete(self, unit: Unit, shard: AnyShard) -> None:
         """The backward pass of its unit is over. Gradients of one unit travel at a time, which bounds their memory."""
@@ -182,7 +184,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
             if self._before_units in units.before_units:
                 units.before_units.remove(self._before_units)
 
-    def _receive(self) -> None:
+    def receive_gradients(self) -> None:
         """Also reduces gradients that arrived after those of their bucket were sent."""
         sent = [index for index in self._ahead.agreed if self.shards[index] in self._sent]
         late = {index: self._take_late(index) for index in sent}
@@ -190,7 +192,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
         again = [index for index, is_late in zip(late, anywhere, strict=True) if is_late]
         for index in again:
             self._put_back(index, late[index])
-            self._send(index)
+            self.send_gradients(index)
         if again:
             self._ahead.refuse(again)
             self._receive_with([])
