@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between the state of tensors that the inner optimizer updates and the state of single parameter shards.
+"""The state of a sharded optimizer: for checkpoints by parameter, and in its ``state_dict`` by updated tensor.
 
 ``state_dict`` of :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer` has an entry for each updated tensor,
 which may consist of several parameter shards. Which shards belong together can differ when the state is loaded. The
@@ -9,18 +9,137 @@ state is therefore split into that of single shards, by their places in the para
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
+from neuron_accel.engine.optim.held import state_of
+from neuron_accel.engine.optim.twin import StatePiece
+from neuron_accel.engine.shards.build import record_of
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from neuron_accel.engine.shards.shard import BucketShard
+    from neuron_accel.engine.shards.shard_twin import ShardTwin
     from neuron_accel.engine.shards.sharded_grad import ParameterShard
 
 Place = tuple[str, int, int]
 """Place of a shard: FQN of the parameter, and the range of elements of its flattened local tensor."""
+
+
+# ---- by parameter, for checkpoints -----------------------------------------------------------------------------------
+def state_pieces(twin: ShardTwin, *, masters: bool) -> list[StatePiece]:
+    """Returns the state of this rank's shards of every parameter; with ``masters``, with separate master weights."""
+    groups = {p: index for index, group in enumerate(twin.optimizer.param_groups) for p in group["params"]}
+    pieces = []
+    for shard in twin.shards:
+        store_of_pieces = shard.open(twin.state)
+        for piece in shard.pieces:
+            store, key = store_of_pieces, piece.master
+            if isinstance(twin.inner, FullParameterOptimizer):
+                store, key = twin.inner.place_of_state(piece.master)
+            pieces.append(
+                StatePiece(
+                    record=shard.bucket.records[piece.place.parameter],
+                    parameter=piece.master,
+                    start=piece.place.start,
+                    stop=piece.place.stop,
+                    group=groups[piece.parameter],
+                    axes=shard.bucket.reduction_axes,
+                    master=piece.master.dtype != piece.parameter.dtype and masters,
+                    whole=key is not piece.master,
+                    key=key,
+                    store=store,
+                )
+            )
+    known = state_of(twin.optimizer)
+    for parameter in twin.unsharded:  # those that never trained, whose loaded state is unsharded too
+        record, group, stop = record_of(parameter, twin.run), groups[parameter], parameter.numel()
+        pieces.append(StatePiece(record=record, parameter=parameter, start=0, stop=stop, group=group, store=known))
+    return pieces
+
+
+# ---- by updated tensor -----------------------------------------------------------------------------------------------
+def state_with_places(twin: ShardTwin, *, masters: bool) -> dict[str, Any]:
+    """Returns ``state_dict`` of a twin with the places of all shards that it updates (``pieces``), state that was
+    loaded for parameters without shards (``whole_state``), and, with ``masters``, ``master_weights`` if there are
+    some."""
+    twin.take_options()
+    result = {**twin.inner.state_dict(), "pieces": _places(twin)}
+    known = cast("Mapping[nn.Parameter, Any]", state_of(twin.optimizer))
+    frozen = {record_of(parameter, twin.run).fqn: dict(entries) for parameter, entries in known.items() if entries}
+    if frozen:
+        result["whole_state"] = frozen
+    if masters and any(shard.has_masters for shard in twin.shards):
+        result["master_weights"] = [master.detach().clone() for master in twin.masters]
+    return result
+
+
+def load_state(twin: ShardTwin, state: dict[str, Any]) -> bool:
+    """Loads the result of :func:`state_with_places`.
+
+    Returns:
+        Whether it has master weights.
+
+    Raises:
+        UsageError: if it is the state of other shards than those of this rank.
+    """
+    own = ("master_weights", "pieces", "whole_state")
+    given = {key: value for key, value in state.items() if key not in own}
+    held, masters = _places(twin), state.get("master_weights")
+    saved = state.get("pieces", held)
+    if saved != held:
+        held = _split_like(twin, saved)
+        given = reordered(given, saved, held, _lengths(twin), twin.inner.state_dict())
+    twin.inner.load_state_dict(given)
+    twin.give_options()
+    for parameter in twin.unsharded:
+        entries = state.get("whole_state", {}).get(record_of(parameter, twin.run).fqn)
+        if entries is not None:
+            state_of(twin.optimizer)[parameter] = dict(entries)
+    if masters is None:
+        return False
+    if saved != held:
+        for shard in twin.shards:  # those that began to train later have none
+            shard.reload()
+    if "pieces" not in state:  # written by an older version, which did not store them
+        in_shards = [master for shard in twin.shards for master, _ in shard.updated()]
+        masters = [dict(zip(in_shards, masters, strict=True))[master] for master in twin.masters]
+    lengths = _lengths(twin)
+    known = [index for index, places in enumerate(saved) if tuple(places[0]) in lengths]
+    values = by_place([saved[index] for index in known], [{"": masters[index]} for index in known], lengths)
+    with torch.no_grad():
+        for master, places in zip(twin.masters, held, strict=True):
+            if places[0] in values:
+                master.copy_(joined_entries([values[place] for place in places])[""])
+    return True
+
+
+def _places(twin: ShardTwin) -> list[list[Place]]:
+    """Returns the places of all shards that the twin updates, in the order of its groups."""
+    places: dict[torch.Tensor, list[Place]] = {}
+    for shard in twin.shards:
+        for master, pieces in shard.updated():
+            places[master] = [place_of(shard, piece) for piece in pieces]
+    return [places[master] for master in twin.masters]
+
+
+def _lengths(twin: ShardTwin) -> dict[Place, int]:
+    """Returns the number of elements of each shard, padding included."""
+    return {place_of(shard, piece): piece.place.length for shard in twin.shards for piece in shard.pieces}
+
+
+def _split_like(twin: ShardTwin, saved: Sequence[Sequence[Sequence[Any]]]) -> list[list[Place]]:
+    """Splits the tensors that the twin updates, such that each belongs to one entry of ``saved``. Returns their
+    places."""
+    index_of = {tuple(place): index for index, places in enumerate(saved) for place in places}
+    for shard in twin.shards:
+        kinds = {piece.place.parameter: index_of.get(place_of(shard, piece)) for piece in shard.pieces}
+        twin.replace(shard.split_by(kinds, twin.state))
+    return _places(twin)
 
 
 def place_of(shard: BucketShard, piece: ParameterShard) -> Place:
