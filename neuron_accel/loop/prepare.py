@@ -126,7 +126,8 @@ def release(run: Run, kept: Sequence[PreparedModel] = ()) -> None:
     for teardown in reversed(run.hooks["teardown"]):
         teardown(run)
     for optimizer in run.optimizers:
-        optimizer.zero_grads.close()
+        if optimizer.lazy is not None:
+            optimizer.lazy.close()
     for record in run.models:
         if not any(record is each for each in kept):
             _let_go(record)

@@ -107,12 +107,13 @@ class Step:
         return loss * (self.items.add(num_items) * steps)
 
     def _differentiate(self, loss: torch.Tensor, differentiate: Callable[[torch.Tensor], None]) -> None:
-        for optimizer in self._run.optimizers:
-            optimizer.zero_grads.first(p for group in optimizer.param_groups for p in group["params"])
+        lazy = [optimizer.lazy for optimizer in self._run.optimizers if optimizer.lazy is not None]
+        for each in lazy:
+            each.before_backward()
         with self._run.driving_backward():
             differentiate(loss)
-        for optimizer in self._run.optimizers:
-            optimizer.zero_grads.complete()
+        for each in lazy:
+            each.after_backward()
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,17 +14,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.overrides import TorchFunctionMode
 
 from neuron_accel.engine.optim.held import each_optimizer
-from neuron_accel.engine.optim.lazy_hyperparameters import as_device_data
 from neuron_accel.errors import ParameterError, UsageError
+from neuron_accel.loop.lazy_step import LazyStep
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from neuron_accel.backends.base import Backend
     from neuron_accel.engine.runtime.run import Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
@@ -67,9 +62,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._take_part()
 
     def _take_part(self) -> None:
-        run, state = self._run, self.gradient_state
-        self.zero_grads = ZeroedGradients(run.backend, lambda: state.num_steps > 1)
-        self._reads = ValueReads(run.backend)
+        run = self._run
+        self.lazy = LazyStep(self.optimizer, run.backend, self.gradient_state) if run.backend.is_lazy else None
         self._stepping = run.join.register("an optimizer step", weakly(self._step_along), settles=True)
         self._zeroing = run.join.register("zeroing gradients", self.optimizer.zero_grad)
 
@@ -88,25 +82,27 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 why="a rank without data cannot run the closure",
                 fix="run forward and backward before `step()`",
             )
-        with self._run.events.open("optimizer step", "step", part="optimizer", optimizer=id(self)):
-            self._step(closure)
-
-    def _step(self, closure: Any) -> None:
-        self._gradients_complete()
-        self._stepping()
-        if closure is not None or self._may_step():
-            for before_step in self._run.hooks["before_step"]:
-                before_step(self.optimizer, self._run)
-            with as_device_data(self.optimizer, self._run.backend), self._reads.update():
-                self._update(closure)
-            # A scheduler warns if the optimizer it was built with never steps; it checks this attribute.
-            self.given._opt_called = True  # type: ignore[attr-defined]
-            for after_step in self._run.hooks["after_step"]:
-                after_step(self.optimizer, self._run)
-        self.zero_grads.prepare()
-        self._run.backend.step_boundary()
-        for after_boundary in self._run.hooks["after_boundary"]:
-            after_boundary(self._run)
+        run, lazy = self._run, self.lazy
+        with run.events.open("optimizer step", "step", part="optimizer", optimizer=id(self)):
+            self._gradients_complete()
+            self._stepping()
+            if closure is not None or self._may_step():
+                for before_step in run.hooks["before_step"]:
+                    before_step(self.optimizer, run)
+                with nullcontext() if lazy is None else lazy.update():
+                    if not self._is_plain:
+                        super().step(closure)
+                    elif not self._is_lomo:
+                        self.optimizer.step(closure)
+                # A scheduler warns if the optimizer it was built with never steps; it checks this attribute.
+                self.given._opt_called = True  # type: ignore[attr-defined]
+                for after_step in run.hooks["after_step"]:
+                    after_step(self.optimizer, run)
+            if lazy is not None:
+                lazy.before_boundary()
+            run.backend.step_boundary()
+            for after_boundary in run.hooks["after_boundary"]:
+                after_boundary(run)
 
     def _check_not_alone(self) -> None:
         """Checks that a step in `no_sync`, in which every rank updates its own replica, is possible.
@@ -134,18 +130,16 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return not self._is_overflow
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if not self.gradient_state.sync_gradients:
+            return
         with self._run.events.open("zero_grad", "part", part="optimizer"):
-            self._zero_grad(set_to_none)
-
-    def _zero_grad(self, set_to_none: bool | None) -> None:
-        if self.gradient_state.sync_gradients:
             self._zeroing(*([] if set_to_none is None else [set_to_none]))
             if set_to_none is None and self._can_set_to_none:
                 self.optimizer.zero_grad(set_to_none=True)
             else:
                 super().zero_grad(set_to_none)
-        if self.gradient_state.sync_gradients:
-            self.zero_grads.begin()
+            if self.lazy is not None:
+                self.lazy.after_zero_grad()
 
     def release(self) -> None:
         """Marks this optimizer as unusable, since another accelerator has prepared its models."""
@@ -162,19 +156,13 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps its optimizer, without references to other objects of the run."""
-        left_out = dict.fromkeys(("_gradients_complete", "zero_grads", "_reads", "_stepping", "_zeroing"))
+        left_out = dict.fromkeys(("_gradients_complete", "lazy", "_stepping", "_zeroing"))
         return _State({**super().__getstate__(), **left_out})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._gradients_complete = _nothing
         self._take_part()
-
-    def _update(self, closure: Any) -> None:
-        if not self._is_plain:
-            super().step(closure)
-        elif not self._is_lomo:
-            self.optimizer.step(closure)
 
     def _step_along(self) -> None:
         """A step on a rank that has run out of data: as on the other ranks, and drops the gradients, which no loop does
@@ -344,64 +332,6 @@ def _count_call(scheduler: Any) -> None:
         scheduler._step_count += 1
 
 
-# ---- Zero-initialised gradients, for gradient accumulation on lazy devices -------------------------------------------
-# In the first micro-batch of a step a gradient is created and in the others it is added to: two graphs, and a third for
-# a step of a single micro-batch at the end of an epoch. With zeros as initial gradients every micro-batch adds to a
-# gradient, and all use one graph. The zeros for a step are created in the graph of the step before, which costs no
-# execution; only those for the first step are copied to the device.
-class ZeroedGradients:
-    """Zero-initialises the gradients of one optimizer's parameters, on lazy devices and with gradient accumulation.
-
-    Args:
-        backend: of the run.
-        accumulates: returns whether steps consist of several micro-batches.
-    """
-
-    def __init__(self, backend: Backend, accumulates: Callable[[], bool]) -> None:
-        self._lazy, self._accumulates = backend.is_lazy, accumulates
-        self._zeros: dict[nn.Parameter, torch.Tensor] = {}
-        self._arrived: set[torch.Tensor] = set()
-        self._watched: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
-
-    def first(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Before a backward pass: creates zeros for parameters without a gradient that have not had zeros yet."""
-        if not self._on:
-            return
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._watched:
-                self._watched[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived.add)
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(parameter.device)
-
-    def complete(self) -> None:
-        """After a backward pass: sets the gradient of a parameter that was not used to None, instead of zeros."""
-        for parameter in self._watched:
-            if parameter not in self._arrived:
-                parameter.grad = None
-
-    def prepare(self) -> None:
-        """At the end of a step, before its graph is executed: creates the zeros for the next step."""
-        if self._on:
-            self._zeros = {p: torch.zeros_like(p, requires_grad=False) for p in self._watched}
-
-    def begin(self) -> None:
-        """After ``zero_grad``: sets the gradients to the zeros that were created in the step before."""
-        for parameter, zeros in self._zeros.items():
-            parameter.grad = zeros
-        self._zeros = {}
-        self._arrived.clear()
-
-    def close(self) -> None:
-        """Removes the hooks on the parameters."""
-        for handle in self._watched.values():
-            handle.remove()
-        self._watched.clear()
-
-    @property
-    def _on(self) -> bool:
-        return self._lazy and self._accumulates()
-
-
 # ---- Trainable parameters that no optimizer holds, which would receive gradients and never change --------------------
 def check_every_parameter_is_held(optimizer: torch.optim.Optimizer, run: Run, *, later: bool) -> list[ParameterRecord]:
     """Checks that every trainable parameter of the models that ``optimizer`` trains is held by an optimizer.
@@ -444,63 +374,3 @@ def check_every_parameter_is_held(optimizer: torch.optim.Optimizer, run: Run, *,
                 "optimizer before the first step, or freeze them with requires_grad_(False)",
             )
     return unheld
-
-
-# ---- Values that an optimizer reads, on a device that compiles -------------------------------------------------------
-class ValueReads:
-    """Executes what has collected before an optimizer reads a value of it, as Adafactor reads norms and LBFGS losses.
-
-    A value that is read executes what it is computed from, reduction of gradients included, as a graph of this rank by
-    itself. The same graph is to run on every rank at the same point, and ranks that are threads of one process meet in
-    its collectives only if one of them compiles it for all.
-
-    Args:
-        backend: of the run.
-    """
-
-    # The first update creates state and the second uses it; an optimizer that reads no values in these is not watched
-    # any more, because watching costs host time for each call.
-    WATCHED = 2
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend, self._updates, self._reads = backend, 0, False
-
-    def update(self) -> AbstractContextManager[Any]:
-        """The context of one update. Does nothing on eager devices."""
-        if not self._backend.is_lazy or (self._updates >= self.WATCHED and not self._reads):
-            return nullcontext()
-        self._updates += 1
-        return _ExecutesFirst(self)
-
-    def execute(self, tensor: torch.Tensor) -> None:
-        """Before ``tensor`` is read."""
-        self._reads = True
-        if self._backend.collects([tensor]):
-            self._backend.step_boundary()
-
-
-class _ExecutesFirst(TorchFunctionMode):
-    """Looks for reads among the calls inside. (A mode below autograd would see them all, but torch_xla traces other
-    graphs under it.)
-
-    Args:
-        reads: receives each tensor that is about to be read.
-    """
-
-    _READS = frozenset(
-        getattr(torch.Tensor, name)
-        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__")
-    )
-    _FACTORS = ("alpha", "beta", "value")  # numbers to an operator, which reads them if they are tensors
-
-    def __init__(self, reads: ValueReads) -> None:
-        super().__init__()
-        self._reads = reads
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        read = args[:1] if func in self._READS else [kwargs[name] for name in self._FACTORS if name in kwargs]
-        for tensor in read:
-            if isinstance(tensor, torch.Tensor):
-                self._reads.execute(tensor)
-        return func(*args, **kwargs)

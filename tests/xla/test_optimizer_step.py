@@ -73,7 +73,6 @@ class ReadsLater(torch.optim.SGD):
 
 def trains_on_rank(kind):
     from neuron_accel import NeuronAccelerator
-    from neuron_accel.loop.wrappers import _ExecutesFirst
 
     accelerator = NeuronAccelerator(config={"backend": "xla"})
     with one_at_a_time():
@@ -84,7 +83,7 @@ def trains_on_rank(kind):
         accelerator.backward(model(torch.full((3, 4), 1.0 + i, device=accelerator.device)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    return isinstance(optimizer._reads.update(), _ExecutesFirst), accelerator.get_state_dict(model)
+    return optimizer.lazy.watches, accelerator.get_state_dict(model)
 
 
 def test_an_optimizer_may_read_values_and_one_that_reads_none_is_not_watched():

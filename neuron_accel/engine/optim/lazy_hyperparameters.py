@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,20 +27,14 @@ _TINY = 1e-30  # instead of 0: updates are negligible in float32, and capturable
 _BESIDE_ONE = 1.0 + 1e-12  # instead of 1: equal in float32
 
 
-@contextmanager
-def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[None]:
-    """Context in which ``optimizer`` steps with the same graph whatever its hyper-parameters are. Does nothing on eager
-    devices.
+def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> AbstractContextManager[None]:
+    """Context in which ``optimizer`` steps with the same graph whatever its hyper-parameters are.
 
     Args:
         optimizer: the optimizer; its groups are restored afterwards.
-        backend: the backend.
+        backend: the backend, of a lazy device.
     """
-    if not backend.is_lazy:
-        yield
-        return
-    with _on_host(optimizer, backend) if _can_count_on_host(optimizer) else _on_device(optimizer, backend):
-        yield
+    return (_on_host if _can_count_on_host(optimizer) else _on_device)(optimizer, backend)
 
 
 @contextmanager

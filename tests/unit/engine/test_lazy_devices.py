@@ -3,6 +3,8 @@ moved."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -13,8 +15,7 @@ from neuron_accel.engine.sharding.parameters import ParameterMap
 
 
 class Device:
-    def __init__(self, *, is_lazy=False):
-        self.is_lazy, self.device = is_lazy, torch.device("cpu")
+    device = torch.device("cpu")
 
     def number(self, value):
         return torch.tensor(value)
@@ -32,7 +33,7 @@ def stepped(options, count, gradient, *, lazy):
         parameter.grad = torch.full_like(parameter, gradient)
         moments = {name: torch.full_like(parameter, 0.01) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(float(count)), **moments}
-    with as_device_data(optimizer, Device(is_lazy=lazy)):
+    with as_device_data(optimizer, Device()) if lazy else nullcontext():
         optimizer.step()
     return [p.detach() for p in given], [float(optimizer.state[p]["step"]) for p in given]
 
@@ -53,7 +54,7 @@ def test_no_number_of_adam_is_one_that_a_graph_would_have_as_a_constant():
     optimizer = torch.optim.AdamW([{"params": parameters()}, {"params": parameters()}], lr=0.0, weight_decay=0.01)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         optimizer.state[parameter] = {"step": torch.tensor(50_000.0)}
-    with as_device_data(optimizer, Device(is_lazy=True)):
+    with as_device_data(optimizer, Device()):
         assert len({group["lr"] for group in optimizer.param_groups} | {0.0}) == 3
         assert {group["weight_decay"] for group in optimizer.param_groups} == {0}
         (count,) = {float(state["step"]) for state in optimizer.state.values()}
@@ -87,7 +88,7 @@ def test_other_adams_get_the_learning_rate_as_a_tensor_and_count_on_the_device(m
     change(optimizer)
     group = optimizer.param_groups[0]
     before = (group["lr"], group["capturable"])
-    with as_device_data(optimizer, Device(is_lazy=True)):
+    with as_device_data(optimizer, Device()):
         assert isinstance(group["lr"], torch.Tensor)
         assert group["lr"].item() == 0.25
         assert group["capturable"] is True
@@ -97,7 +98,7 @@ def test_other_adams_get_the_learning_rate_as_a_tensor_and_count_on_the_device(m
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_numbers_that_would_be_constants_are_moved_by_nothing_that_shows(rate):
     optimizer = torch.optim.SGD(parameters(), lr=rate)
-    with as_device_data(optimizer, Device(is_lazy=True)):
+    with as_device_data(optimizer, Device()):
         moved = optimizer.param_groups[0]["lr"]
         assert moved != rate
         assert torch.tensor(1.0) * moved + 1 == torch.tensor(rate) + 1
@@ -106,15 +107,9 @@ def test_numbers_that_would_be_constants_are_moved_by_nothing_that_shows(rate):
 
 def test_options_come_back_after_an_error():
     optimizer = torch.optim.Adam(parameters(), lr=0.5)
-    with pytest.raises(RuntimeError), as_device_data(optimizer, Device(is_lazy=True)):
+    with pytest.raises(RuntimeError), as_device_data(optimizer, Device()):
         raise RuntimeError
     assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_eager_devices_are_left_alone():
-    optimizer = torch.optim.AdamW(parameters(), lr=0.0)
-    with as_device_data(optimizer, Device()):
-        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["capturable"]) == (0.0, False)
 
 
 class Tied(nn.Module):
