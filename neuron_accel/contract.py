@@ -87,7 +87,8 @@ if TYPE_CHECKING:
     from neuron_accel.engine.shards.lazy_shard import HostCopy, LazyShard
     from neuron_accel.engine.shards.optimizer import ShardedOptimizer, refuse_closures, return_freed_memory, scale_parts
     from neuron_accel.engine.shards.partition import Partition, make_partition
-    from neuron_accel.engine.shards.sharded_grad import ParameterShard, ShardedGrad
+    from neuron_accel.engine.shards.shard import ParameterShard
+    from neuron_accel.engine.shards.sharded_grad import ShardedGrad
 
     # errors
     from neuron_accel.errors import (
@@ -259,10 +260,8 @@ _NAMES = {
         "Partition",
         "make_partition",
     ),
-    "engine.shards.sharded_grad": (
-        "ParameterShard",
-        "ShardedGrad",
-    ),
+    "engine.shards.shard": ("ParameterShard",),
+    "engine.shards.sharded_grad": ("ShardedGrad",),
     "errors": (
         "CheckpointError",
         "CommunicationError",

@@ -16,8 +16,8 @@ from torch import nn
 
 from neuron_accel.engine.optim.buckets import check_dense
 from neuron_accel.engine.shards.partition import Span
-from neuron_accel.engine.shards.shard import BucketShard
-from neuron_accel.engine.shards.sharded_grad import ParameterShard, ShardedGrad
+from neuron_accel.engine.shards.shard import BucketShard, ParameterShard
+from neuron_accel.engine.shards.sharded_grad import ShardedGrad
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -248,6 +248,9 @@ class EagerShard(BucketShard):
         return chunk[piece.place.offset : piece.place.offset + piece.place.length].view(piece.master.shape)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
+    def after_update(self) -> None:
+        """Nothing: what was updated are views of the buffer, or master weights."""
+
     def send_weights(self) -> Callable[[], None]:
         chunk = self._chunk.detach().to(self.bucket.dtype)
         # The parameters are views of the flat buffer.

@@ -12,16 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 from torch import nn
 
+from neuron_accel.engine.optim.buckets import check_dense
 from neuron_accel.engine.optim.norms import GradientPart
 from neuron_accel.engine.shards.partition import LazyPartition, Span
-from neuron_accel.engine.shards.shard import BucketShard
-from neuron_accel.engine.shards.sharded_grad import ParameterShard
+from neuron_accel.engine.shards.shard import BucketShard, ParameterShard
+from neuron_accel.engine.shards.sharded_grad import ShardedGrad
+
+if TYPE_CHECKING:
+    from neuron_accel.backends.base import Group
 
 
 @dataclass(eq=False)
@@ -159,11 +163,31 @@ class LazyShard(BucketShard):
         dtype = next((value.dtype for value in values if value is not None), self.bucket.dtype)
         return self.partition.join(values, dtype, self._device)
 
-    def _join_to_send(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return self.partition.join(gradients, self.reduce_dtype, self._device)
+    def take_gradient(self, index: int) -> None:
+        """Nothing: gradients are concatenated in the graph."""
 
-    @staticmethod
-    def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    def send_gradients(self) -> None:
+        gradients, kept = [], []
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is not None:
+                check_dense(gradient, self.bucket.records[index])
+            kept.append(self._is_visible(gradient))
+            gradients.append(gradient.take_waiting() if isinstance(gradient, ShardedGrad) else gradient)
+            parameter.grad = None
+        self.before_change()
+        self._forget_all_but(kept)
+        self.used = [gradient is not None for gradient in gradients]
+        flat = self.partition.join(gradients, self.reduce_dtype, self._device)
+        self._pending = self.run.backend.start_reduce_scatter(flat, self.group)
+
+    def _scaled_sum(self, scale: float, partial: Group) -> torch.Tensor:
+        self.complete()
+        assert self._reduced is not None
+        gradient, self._reduced = self._reduced, None
+        if partial.size > 1:
+            gradient = self.run.backend.all_reduce(gradient, partial)
+        gradient = gradient.to(self.optimizer_dtype)
         return gradient * scale if scale != 1.0 else gradient
 
     def _hand_out(self, gradient: torch.Tensor) -> None:
@@ -194,7 +218,7 @@ class LazyShard(BucketShard):
         return self._gradient[place.offset : place.offset + place.length]
 
     def gradient_parts(self, wanted: Collection[nn.Parameter]) -> list[GradientPart]:
-        """See :meth:`ReducedGradients.gradient_parts`. Neighbouring shards with equal axes are one part."""
+        """See :meth:`BucketShard.gradient_parts`. Neighbouring shards with equal axes are one part."""
         self.before_change()
         if self._gradient is None:
             return []
@@ -214,9 +238,6 @@ class LazyShard(BucketShard):
         return parts
 
     # ---- updates ---------------------------------------------------------------------------------------------------
-    def regroup(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
-        return self.split_by(dict(enumerate(self.used_anywhere)), state)
-
     def split_by(
         self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
     ) -> dict[torch.Tensor, list[nn.Parameter]]:
@@ -240,10 +261,14 @@ class LazyShard(BucketShard):
         self.masters = masters
         return replaced
 
-    def before_update(self) -> None:
+    def before_update(
+        self, state: MutableMapping[torch.Tensor, dict[str, Any]], *, by_gradients: bool
+    ) -> dict[torch.Tensor, list[nn.Parameter]]:
+        replaced = self.split_by(dict(enumerate(self.used_anywhere)), state) if by_gradients else {}
         for master in self.masters:
             is_used = self._gradient is not None and self.used_anywhere[master.pieces[0].place.parameter]
             master.value.grad = self._at(master.pieces, self._gradient) if is_used else None  # type: ignore[arg-type]
+        return replaced
 
     def after_update(self) -> None:
         for master in self.masters:

@@ -132,8 +132,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
     def take_over(self) -> None:
         """Applies values that were written to master weights and state by parameter (:meth:`state_pieces`)."""
         self.settle()
-        for shard in self.shards:
-            self._twin.replace(shard.close(self.state))
+        self._twin.take_over()
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

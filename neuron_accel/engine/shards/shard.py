@@ -3,28 +3,61 @@
 
 There are two kinds. :class:`~neuron_accel.engine.shards.eager_shard.EagerShard` keeps parameters as views of one
 flat buffer, so that they are gathered in place. :class:`~neuron_accel.engine.shards.lazy_shard.LazyShard` is for
-devices that run one compiled graph on all ranks. ``parameter.grad`` is defined in ``sharded_grad``.
+devices that run one compiled graph on all ranks. ``parameter.grad`` is a
+:class:`~neuron_accel.engine.shards.sharded_grad.ShardedGrad`, which reads the shard.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.buckets import Bucket, check_dense
-from neuron_accel.engine.shards.partition import Partition
-from neuron_accel.engine.shards.sharded_grad import ParameterShard, ReducedGradients, ShardedGrad
+from neuron_accel.engine.optim.buckets import Bucket
+from neuron_accel.engine.optim.norms import GradientPart
+from neuron_accel.engine.shards.partition import Partition, Span
+from neuron_accel.engine.shards.sharded_grad import ShardedGrad
+from neuron_accel.errors import DesyncError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group, Pending
     from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
-class BucketShard(ReducedGradients):
+@dataclass
+class ParameterShard:
+    """This rank's shard of one parameter, in the optimizer.
+
+    Args:
+        parameter: the model's parameter.
+        place: its elements.
+        master: the tensor that the optimizer updates, a view of the rank's chunk in the optimizer's dtype: ``[stop -
+            start]``, or of the parameter's shape if that has no dims or shards are full parameters.
+    """
+
+    parameter: nn.Parameter
+    place: Span
+    master: nn.Parameter
+
+    def __repr__(self) -> str:
+        return f"<ParameterShard: elements {self.place.start} to {self.place.stop} of {self.parameter.numel()}>"
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The reduced gradient of these elements."""
+        return self.master.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.master.grad = value
+
+
+class BucketShard(ABC):
     """This rank's shard of one bucket, with the reduction of its gradients and the gathering of its weights.
 
     Args:
@@ -38,8 +71,12 @@ class BucketShard(ReducedGradients):
         reduce_dtype: dtype in which gradients are sent and summed.
 
     Attributes:
+        pieces: the parameter shards of this rank.
         used: for each parameter, whether this rank had a gradient in the last backward pass.
+        used_anywhere: for each parameter, whether any rank had a gradient since gradients were last dropped.
     """
+
+    pieces: list[ParameterShard]
 
     def __init__(
         self,
@@ -52,17 +89,38 @@ class BucketShard(ReducedGradients):
         optimizer_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
     ) -> None:
-        super().__init__(bucket=bucket, run=run, group=group, optimizer_dtype=optimizer_dtype)
-        self.partition, self.samples, self.reduce_dtype = partition, samples, reduce_dtype
+        self.bucket, self.partition, self.run, self.group = bucket, partition, run, group
+        self.samples, self.optimizer_dtype, self.reduce_dtype = samples, optimizer_dtype, reduce_dtype
         self.used = [False] * len(bucket.parameters)
+        self.used_anywhere = [False] * len(bucket.parameters)
         self._pending: Pending | None = None
         self._reduced: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
+        self._visible: tuple[ShardedGrad, ...] = ()
+        self._gathered: list[torch.Tensor] = []  # the full gradient of each parameter, which the user may change
 
     def __repr__(self) -> str:
         place = self.partition
         parameters = f"{type(self).__name__} of {len(self.parameters)} parameters"
         return f"<{parameters}: {place.chunk} elements, as many on each of {place.degree} ranks>"
 
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return self.bucket.parameters
+
+    @abstractmethod
+    def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Returns values of the parameters in the order of the buffer, ``[partition.numel]``; None for zeros."""
+
+    @abstractmethod
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the values of the parameters in a buffer, in their shapes."""
+
+    @abstractmethod
+    def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
+        """Returns the slice of a chunk that belongs to ``piece``, which may be changed in place."""
+
+    # ---- what the optimizer updates ----------------------------------------------------------------------------------
     @property
     @abstractmethod
     def has_masters(self) -> bool:
@@ -72,10 +130,13 @@ class BucketShard(ReducedGradients):
         """Returns the tensors that the optimizer updates, each with the parameter shards that it consists of."""
         return [(piece.master, [piece]) for piece in self.pieces]
 
-    def regroup(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """Called before a step: splits updated tensors of which only some parameters have a gradient.
+    def split_by(
+        self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
+    ) -> dict[torch.Tensor, list[nn.Parameter]]:
+        """Splits updated tensors whose parameters are of different kinds.
 
         Args:
+            kinds: the kind of each parameter, by its index.
             state: the optimizer's state, which is split too.
 
         Returns:
@@ -83,18 +144,16 @@ class BucketShard(ReducedGradients):
         """
         return {}
 
-    def split_by(
-        self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
+    def before_update(
+        self, state: MutableMapping[torch.Tensor, dict[str, Any]], *, by_gradients: bool
     ) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """Splits updated tensors whose parameters are of different kinds; ``kinds`` has the kind of each parameter by
-        its index. Arguments and result are as for :meth:`regroup`."""
+        """Called before the optimizer's step, or another method. If that uses gradients, splits updated tensors of
+        which only some parameters have one. Arguments and result are otherwise as for :meth:`split_by`."""
         return {}
 
-    def before_update(self) -> None:
-        """Called before the optimizer's step."""
-
+    @abstractmethod
     def after_update(self) -> None:
-        """Called after the optimizer's step."""
+        """Called after the optimizer's step, or another method."""
 
     def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
         """Returns the optimizer's state by the master weights of parameter shards. State and master weights can be read
@@ -102,17 +161,15 @@ class BucketShard(ReducedGradients):
         return state
 
     def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """Applies values that were written since :meth:`open`. Returns the same as :meth:`regroup`."""
+        """Applies values that were written since :meth:`open`. Returns the same as :meth:`split_by`."""
         return {}
 
-    def _join_to_send(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Concatenates gradients in the dtype in which they are sent."""
-        return self._join(gradients)
-
+    # ---- weights -----------------------------------------------------------------------------------------------------
     @abstractmethod
     def send_weights(self) -> Callable[[], None]:
         """Starts to gather the updated weights; returns a function that completes it."""
 
+    @abstractmethod
     def sync_user_weights(self) -> None:
         """Applies weights that the user has assigned or written to, in whatever way."""
 
@@ -120,24 +177,14 @@ class BucketShard(ReducedGradients):
     def reload(self) -> None:
         """Sets the master weights from the model's weights, after these were changed."""
 
-    # ---- gradients ---------------------------------------------------------------------------------------------------
+    # ---- gradients that are being reduced ----------------------------------------------------------------------------
+    @abstractmethod
     def take_gradient(self, index: int) -> None:
         """Called when the gradient of a parameter has arrived, before :meth:`send_gradients`."""
 
+    @abstractmethod
     def send_gradients(self) -> None:
         """Starts the reduce-scatter of the bucket's gradients and releases them."""
-        gradients, kept = [], []
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is not None:
-                check_dense(gradient, self.bucket.records[index])
-            kept.append(self._is_visible(gradient))
-            gradients.append(gradient.take_waiting() if isinstance(gradient, ShardedGrad) else gradient)
-            parameter.grad = None
-        self.before_change()
-        self._forget_all_but(kept)
-        self.used = [gradient is not None for gradient in gradients]
-        self._pending = self.run.backend.start_reduce_scatter(self._join_to_send(gradients), self.group)
 
     def complete(self) -> None:
         """Waits for the pending reduce-scatter, if there is one."""
@@ -160,15 +207,173 @@ class BucketShard(ReducedGradients):
         self._hand_out(gradient)
         self._show([index for index, is_used in enumerate(used) if is_used])
 
+    @abstractmethod
     def _scaled_sum(self, scale: float, partial: Group) -> torch.Tensor:
-        """Returns the reduced gradients, ``[partition.chunk]``, in the optimizer's dtype."""
-        self.complete()
-        assert self._reduced is not None
-        gradient, self._reduced = self._reduced, None
-        if partial.size > 1:
-            gradient = self.run.backend.all_reduce(gradient, partial)
-        return self._scaled(gradient.to(self.optimizer_dtype), scale)
+        """Returns the reduced gradients, ``[partition.chunk]``, in the optimizer's dtype, multiplied by ``scale``."""
 
-    @staticmethod
-    def _scaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-        return gradient.mul_(scale) if scale != 1.0 else gradient
+    # ---- reduced gradients -------------------------------------------------------------------------------------------
+    def gradient_parts(self, wanted: Collection[nn.Parameter]) -> list[GradientPart]:
+        """Returns this rank's shards of the reduced gradients of the ``wanted`` parameters, which may be changed in
+        place."""
+        self.before_change()
+        mine = {piece.place.parameter: piece for piece in self.pieces}
+        parts = []
+        for index, (parameter, record) in enumerate(zip(self.parameters, self.bucket.records, strict=True)):
+            if parameter in wanted and self.used_anywhere[index]:
+                piece = mine.get(index)
+                parts.append(GradientPart(piece.grad if piece else None, self._axes_of(record), record.replicas))
+        return parts
+
+    def _axes_of(self, record: ParameterRecord) -> tuple[str, ...]:
+        return (*record.axes, *self.bucket.reduction_axes)
+
+    def _hand_out(self, gradient: torch.Tensor) -> None:
+        """Sets the shard to ``gradient``, ``[partition.chunk]``, and the gradient of each parameter shard to its
+        slice."""
+        self._gradient = gradient
+        self._gathered = []
+        for piece in self.pieces:
+            piece.grad = self._part(gradient, piece) if self.used_anywhere[piece.place.parameter] else None
+
+    def drop_gradients(self) -> None:
+        """Drops gradients, also ``parameter.grad``."""
+        self._gradient = None
+        self._gathered = []
+        self.used_anywhere = [False] * len(self.parameters)
+        for piece in self.pieces:
+            piece.grad = None
+        for parameter in self.parameters:
+            if isinstance(parameter.grad, ShardedGrad):
+                parameter.grad = None
+
+    def zero_gradients(self) -> None:
+        """Sets reduced gradients to zero, and drops gradients of this rank alone."""
+        kept = [self._is_visible(parameter.grad) for parameter in self.parameters]
+        self._forget_all_but(kept)
+        if self._gradient is None:
+            self.drop_gradients()
+        else:
+            self._gathered = []
+            self._hand_out(self._gradient.zero_())
+        for parameter in self.parameters:
+            if self._gradient is not None and self._is_visible(parameter.grad):
+                parameter.grad.take_waiting()  # type: ignore[union-attr]
+            else:
+                parameter.grad = None
+
+    # ---- parameter.grad ----------------------------------------------------------------------------------------------
+    def _show(self, indices: Sequence[int]) -> None:
+        """Sets ``parameter.grad`` of these parameters."""
+        if not self._visible:
+            self._visible = tuple(ShardedGrad(p, self, i) for i, p in enumerate(self.parameters))
+        for index in indices:
+            self.parameters[index].grad = self._visible[index]
+
+    def sync_user_edits(self) -> None:
+        """Applies changes of the user: gradients that were changed in place, dropped or replaced. Replacements are
+        treated as reduced, as with plain data parallelism."""
+        self._take_edits()
+        self._forget_all_but([p.grad is not None for p in self.parameters])
+        given = [None if p.grad is None or self._is_visible(p.grad) else p.grad.detach() for p in self.parameters]
+        indices = [index for index, gradient in enumerate(given) if gradient is not None]
+        if not indices:
+            return
+        chunk = self.run.backend.chunk(self._join(given), self.group).to(self.optimizer_dtype)
+        own = torch.zeros_like(chunk) if self._gradient is None else self._gradient
+        self.used_anywhere = [used or index in indices for index, used in enumerate(self.used_anywhere)]
+        self._hand_out(own)
+        for piece in self.pieces:
+            if piece.grad is not None and piece.place.parameter in indices:
+                piece.grad.copy_(self._part(chunk, piece))
+        self._show(indices)
+
+    def before_change(self) -> None:
+        """Must be called before the shard is changed in place, on every rank. Discards gathered gradients."""
+        self._take_edits()
+        self._gathered = []
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether a parameter has a gradient of this rank alone."""
+        return any(p.grad is not None and not self._is_visible(p.grad) for p in self.parameters)
+
+    def full_gradient(self, index: int) -> torch.Tensor:
+        """Returns the reduced gradient of one parameter, in its shape and dtype. Changes in place are applied to the
+        shard. Collective.
+
+        Raises:
+            UsageError: if gradients have been dropped.
+            DesyncError: if other ranks read another gradient.
+        """
+        if self._gradient is None or not self.used_anywhere[index]:
+            raise UsageError(
+                f"The gradient of {self.bucket.records[index].fqn!r} has been dropped.",
+                where="`parameter.grad` with a sharded optimizer, kept beyond `zero_grad`",
+                why="it is gathered from all ranks when it is read",
+                fix="read it before `zero_grad`, or keep a clone of it",
+            )
+        if not self._gathered:
+            self._check_all_read(index)
+            own = self._own_gradient().to(self.bucket.dtype)
+            self._gathered = self._split(self.run.backend.all_gather(own, self.group))
+        return self._gathered[index]
+
+    def zero_gradient(self, index: int) -> None:
+        """Sets the shard of one parameter's gradient to zero."""
+        self.before_change()
+        for piece in self.pieces:
+            if piece.place.parameter == index and piece.grad is not None:
+                piece.grad.zero_()
+
+    def gather_gradients(self) -> list[torch.Tensor | None]:
+        """Returns the unsharded reduced gradients of the bucket's parameters, in the optimizer's dtype. Collective."""
+        if self._gradient is None:
+            return [None] * len(self.parameters)
+        self.sync_user_edits()
+        values = self._split(self.run.backend.all_gather(self._own_gradient(), self.group))
+        return [value if used else None for value, used in zip(values, self.used_anywhere, strict=True)]
+
+    def _is_visible(self, gradient: torch.Tensor | None) -> bool:
+        return isinstance(gradient, ShardedGrad) and gradient.belongs_to(self)
+
+    def _check_all_read(self, index: int) -> None:
+        """Raises DesyncError if other ranks read another gradient. Sends objects, so that no other collective
+        matches."""
+        name = self.bucket.records[index].fqn
+        everyone = self.run.backend.all_gather_object(name, self.group)
+        if set(everyone) != {name}:
+            raise DesyncError(
+                f"Ranks read different gradients: {sorted(set(everyone))}.",
+                where="`parameter.grad` with a sharded optimizer",
+                why="each rank has a shard of them, and all of them gather a gradient that is read",
+                fix="read the same gradients in the same order on every rank",
+            )
+
+    def _own_gradient(self) -> torch.Tensor:
+        """Returns the current shard, ``[partition.chunk]``."""
+        assert self._gradient is not None
+        return self._gradient
+
+    def _take_edits(self) -> None:
+        """Applies what the user has written to gathered gradients, and discards these. Not only if they were changed,
+        since each rank compares its own elements only and all of them must gather the next time."""
+        if not self._gathered:
+            return
+        own = self._own_gradient()
+        edited = self.run.backend.chunk(self._join(self._gathered), self.group)
+        # Elements that were not changed keep the precision of the shard.
+        self._hand_out(torch.where(edited == own.to(edited.dtype), own, edited.to(own.dtype)))
+
+    def _forget_all_but(self, kept: Sequence[bool]) -> None:
+        """Drops the gradients that the user has dropped by setting ``parameter.grad``."""
+        if self._gradient is None or all(k or not u for k, u in zip(kept, self.used_anywhere, strict=True)):
+            return
+        self._take_edits()
+        self.used_anywhere = [u and k for u, k in zip(self.used_anywhere, kept, strict=True)]
+        if not any(self.used_anywhere):
+            self._gradient = None
+            self._gathered = []
+        for piece in self.pieces:
+            if piece.grad is not None and not self.used_anywhere[piece.place.parameter]:
+                piece.grad.zero_()  # it may be a view of the shard
+                piece.grad = None

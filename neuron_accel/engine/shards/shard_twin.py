@@ -26,8 +26,7 @@ from neuron_accel.errors import UsageError
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
     from neuron_accel.engine.sharding.layout import Layout
-    from neuron_accel.engine.shards.shard import BucketShard
-    from neuron_accel.engine.shards.sharded_grad import ParameterShard
+    from neuron_accel.engine.shards.shard import BucketShard, ParameterShard
 
 
 class ShardTwin:
@@ -210,6 +209,12 @@ class ShardTwin:
         """Gives the user's optimizer the options, which the twin may have changed."""
         copy_options(self.of_shards, self.optimizer)
 
+    def take_over(self) -> None:
+        """Applies values that were written to master weights and state by parameter."""
+        state = self.state
+        for shard in self.shards:
+            self.replace(shard.close(state))
+
     @contextmanager
     def updating(self, *, by_gradients: bool = True) -> Iterator[None]:
         """A context manager for an update of the shards.
@@ -219,10 +224,9 @@ class ShardTwin:
         """
         self.take_options()
         self._copy_attributes()
+        state = self.state
         for shard in self.shards:
-            if by_gradients:
-                self.replace(shard.regroup(self.state))
-            shard.before_update()
+            self.replace(shard.before_update(state, by_gradients=by_gradients))
         yield
         for shard in self.shards:
             shard.after_update()

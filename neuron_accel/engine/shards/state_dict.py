@@ -22,9 +22,8 @@ from neuron_accel.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.engine.shards.shard import BucketShard
+    from neuron_accel.engine.shards.shard import BucketShard, ParameterShard
     from neuron_accel.engine.shards.shard_twin import ShardTwin
-    from neuron_accel.engine.shards.sharded_grad import ParameterShard
 
 Place = tuple[str, int, int]
 """Place of a shard: FQN of the parameter, and the range of elements of its flattened local tensor."""

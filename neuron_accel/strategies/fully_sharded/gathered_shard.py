@@ -213,7 +213,7 @@ class GatheredShard(EagerShard):
         return torch.empty(self.partition.chunk, dtype=self.optimizer_dtype, device=self._device)
 
     # ---- what the optimizer does -------------------------------------------------------------------------------------
-    def before_update(self) -> None:
+    def before_update(self, state: Any, *, by_gradients: bool) -> dict[torch.Tensor, list[torch.nn.Parameter]]:
         if self.is_held:
             raise UsageError(
                 "The optimizer cannot step while the loop writes to the full weights.",
@@ -221,6 +221,7 @@ class GatheredShard(EagerShard):
                 why="the weights that it holds would be those before the step",
                 fix="leave the context before `optimizer.step()`",
             )
+        return super().before_update(state, by_gradients=by_gradients)
 
     def send_weights(self) -> Callable[[], None]:
         """Nothing travels before the next forward pass."""
