@@ -21,7 +21,7 @@ from neuron_accel.checkpoint.format.tensorfile import (
     plugin_collection,
     state_collection,
 )
-from neuron_accel.engine.optim.twin import ShardedOptimizer, ShardedState, StatePiece
+from neuron_accel.engine.optim.twin import HasStatePieces, ShardedState, StatePiece
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
@@ -181,7 +181,7 @@ def pieces_of(optimizer: Any, run: Run) -> list[StatePiece]:
     Raises:
         CheckpointError: if a parameter belongs to no prepared model.
     """
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, HasStatePieces):
         return optimizer.state_pieces()
     pieces = []
     for index, group in enumerate(optimizer.param_groups):

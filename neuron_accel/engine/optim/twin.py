@@ -455,8 +455,8 @@ class ReplicaState:
 
 
 @runtime_checkable
-class ShardedOptimizer(Protocol):
-    """Protocol of optimizers that update shards of parameters."""
+class HasStatePieces(Protocol):
+    """Protocol of optimizers that update other tensors than the model's parameters, such as shards of them."""
 
     state: dict[torch.Tensor, dict]
     param_groups: list[dict]
@@ -474,5 +474,5 @@ def take_weights(optimizer: Any, run: Run) -> None:
         optimizer: the optimizer as hooks receive it, below Accelerate's wrapper.
         run: the run.
     """
-    for piece in optimizer.state_pieces() if isinstance(optimizer, ShardedOptimizer) else ():
+    for piece in optimizer.state_pieces() if isinstance(optimizer, HasStatePieces) else ():
         piece.take_weights(run)

@@ -32,7 +32,7 @@ from neuron_accel.contract import (
 )
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import PreparedModel, Run
+    from neuron_accel.contract import GradientPart, PreparedModel, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,23 +226,20 @@ class Zero1Plugin(StrategyPlugin):
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
     ) -> torch.Tensor:
         """Scales this rank's shards by the global norm."""
-        parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        parts += unsharded_gradients(self._unsharded(parameters, run), run)  # gradients that no optimizer shards
+        parts = self._parts(parameters, run)
         norm = global_norm(parts, run, norm_type)
         scale_parts(parts, clip_coefficient(norm, max_norm))
         return norm
 
     def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
         """Clamps the elements of this rank's shards."""
-        parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        for part in (*parts, *unsharded_gradients(self._unsharded(parameters, run), run)):
+        for part in self._parts(parameters, run):
             if part.tensor is not None:
                 part.tensor.clamp_(-clip_value, clip_value)
 
     def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
         """Multiplies this rank's shards."""
-        parts = [part for optimizer in self._flushed(run) for part in optimizer.gradient_parts(parameters)]
-        for part in (*parts, *unsharded_gradients(self._unsharded(parameters, run), run)):
+        for part in self._parts(parameters, run):
             if part.tensor is not None:
                 part.tensor.mul_(factor)
 
@@ -270,9 +267,12 @@ class Zero1Plugin(StrategyPlugin):
         """The reducers of gradients that no optimizer shards, for example of a model prepared without one."""
         return run.state(self).get("averagers", [])
 
-    def _unsharded(self, parameters: list[nn.Parameter], run: Run) -> list[nn.Parameter]:
-        sharded = {p for optimizer in self._optimizers(run) for p in optimizer.sharded_parameters}
-        return [p for p in parameters if p not in sharded]
+    def _parts(self, parameters: list[nn.Parameter], run: Run) -> list[GradientPart]:
+        """This rank's shards of the reduced gradients, and the gradients that no optimizer shards."""
+        optimizers = self._flushed(run)
+        sharded = {p for optimizer in optimizers for p in optimizer.sharded_parameters}
+        parts = [part for optimizer in optimizers for part in optimizer.gradient_parts(parameters)]
+        return parts + unsharded_gradients([p for p in parameters if p not in sharded], run)
 
     def _flushed(self, run: Run) -> list[ShardedOptimizer]:
         for averager in self._averagers(run):
