@@ -106,7 +106,7 @@ def epochs(plugins, accumulation, make=adamw, epochs=2):
         "gathered": gathered,
         "evaluated": evaluated,
         "masters": [
-            [(p.place.length, s.partition.chunk) for p in s.pieces] for s in getattr(optimizer.optimizer, "shards", [])
+            [(p.span.length, s.partition.chunk) for p in s.pieces] for s in getattr(optimizer.optimizer, "shards", [])
         ],
     }
     accelerator.end_training()

@@ -109,7 +109,7 @@ class GradientReducer:
         self.flush()
         if self._model.sync_enabled:
             return
-        self._watcher.follow(owed=True)
+        self._watcher.follow()
         if not self._watcher.unsynchronised:
             return
         mesh = self._run.mesh
@@ -150,7 +150,7 @@ class GradientReducer:
         self._watcher.close()
 
     def _records(self) -> list[ParameterRecord]:
-        return [r for r in self._model.parameters if r.current is not None and r.current not in self._left]
+        return [record for record in self._model.parameters if record.current not in self._left]
 
     # ---- what the watcher calls, see GradientOwner -------------------------------------------------------------------
     @property
@@ -286,35 +286,35 @@ class BackwardWatcher:
         self._owner, self._run, self._overlap = owner, run, overlap
         self._action = run.join.register("a backward pass", self.take_part, settle=owner.flush)
         self._handles: list[Any] = []
-        self._watch(records, agreed=False)
+        self._watch()
+        self.extend(records)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._trainable} in {len(self._buckets)} buckets>"
 
-    def _watch(self, records: Iterable[ParameterRecord], *, agreed: bool) -> None:
+    def _watch(self) -> None:
         self._trainable = Trainable(self._run)
         self._buckets: list[Bucket] = []
-        self._watched: list[_Watched] = []  # by the number of a parameter, which its hook knows
+        # By the number of a parameter, which its hook knows: bucket, position there, record, whether its gradient is
+        # complete at the end of a pass only.
+        self._watched: list[tuple[int, int, ParameterRecord, bool]] = []
         self._owed: list[bool] = []  # for each bucket, whether it has gradients that were not reduced
         self._resting: set[int] = set()  # buckets in which nothing trained in the last pass
         self._pass: _Pass | None = None
         self._run.watchers.append(self)
-        self.extend(records, agreed=agreed)
 
-    def extend(self, records: Iterable[ParameterRecord], *, agreed: bool = False) -> None:
-        """Watches further parameters from the time when they train. Collective.
-
-        Args:
-            records: the parameters.
-            agreed: whether it is known that the same ones train on all ranks now.
-        """
+    def extend(self, records: Iterable[ParameterRecord]) -> None:
+        """Watches further parameters from the time when they train. Collective."""
         self._trainable.add(records)
-        self.follow(agreed=agreed, meets=True)
+        self._follow(owed=False, meets=True)
 
     def restart(self, records: Iterable[ParameterRecord]) -> None:
         """Watches these parameters instead, of which the same ones train on all ranks."""
         self.close()
-        self._watch(records, agreed=True)
+        self._watch()
+        self._trainable.add(records)
+        if begun := self._trainable.begun():
+            self._join(begun, owed=False)
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -325,24 +325,19 @@ class BackwardWatcher:
         self._handles = []
 
     # ---- parameters that begin to train ------------------------------------------------------------------------------
-    def follow(self, *, owed: bool = False, agreed: bool = False, meets: bool = False) -> bool:
-        """Checks which parameters have begun to train. Collective if there are any.
-
-        Args:
-            owed: whether they have gradients that are to be reduced.
-            agreed: whether the same parameters are known to have begun on all ranks.
-            meets: whether all ranks are known to check now.
-
-        Returns:
-            Whether any have.
+    def follow(self) -> bool:
+        """Checks which parameters have begun to train, whose gradients are then to be reduced, and returns whether any
+        have. Collective if they have.
 
         Raises:
             DesyncError: if other parameters have begun to train on other ranks.
         """
+        return self._follow(owed=True, meets=False)
+
+    def _follow(self, *, owed: bool, meets: bool) -> bool:
         begun = self._trainable.begun()
         if begun:
-            if not agreed:
-                self._trainable.check([self._trainable.candidates[index] for index in begun], meets=meets)
+            self._trainable.check([self._trainable.candidates[index] for index in begun], meets=meets)
             self._join(begun, owed=owed)
         return bool(begun)
 
@@ -351,7 +346,7 @@ class BackwardWatcher:
         for number, bucket in enumerate(buckets, len(self._buckets)):
             for index, (parameter, record) in enumerate(zip(bucket.parameters, bucket.records, strict=True)):
                 self._handles.append(_hooked(parameter, _arrival(weakref.ref(self), len(self._watched))))
-                self._watched.append(_Watched(number, index, record, record.completed_late))
+                self._watched.append((number, index, record, record.completed_late))
             if self._pass is not None:
                 self._pass.active.append(True)
                 self._pass.missing.append(len(bucket.parameters))
@@ -389,35 +384,34 @@ class BackwardWatcher:
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
     def _arrived(self, number: int) -> None:
-        watched = self._watched[number]
-        bucket = watched.bucket
+        bucket, index, record, is_late = self._watched[number]
         if not self._owner.synchronises:
             if not self._owed[bucket]:
                 self.owe()
             return
         now = self._enter()
-        if watched.is_late:
-            return  # its bucket is complete at the end of the pass only
+        if is_late:
+            return
         is_sent = bucket < now.next and bucket not in now.ahead
         if number in now.arrived:
             if is_sent:
                 raise UsageError(
-                    f"The gradient of {watched.record.fqn!r} arrived twice in one backward pass, the second time after "
-                    "it had been sent.",
+                    f"The gradient of {record.fqn!r} arrived twice in one backward pass, the second time after it had "
+                    "been sent.",
                     why="re-entrant activation checkpointing runs a backward pass inside the backward pass",
                     fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
                 )
         else:
             if is_sent and bucket in now.told:
                 raise UsageError(
-                    f"The gradient of {watched.record.fqn!r} arrived after the gradients of its module had been sent.",
+                    f"The gradient of {record.fqn!r} arrived after the gradients of its module had been sent.",
                     why="the parameter is also used outside of the forward pass of the module that it was sharded with",
                     fix="choose other modules to shard by, so that it belongs to one in whose forward pass it is used",
                 )
             now.arrived.add(number)
             now.missing[bucket] -= 1
         if now.sends_early and not self._run.join.is_uneven:
-            self._owner.take_gradient(bucket, watched.index)
+            self._owner.take_gradient(bucket, index)
             if now.missing[bucket] == 0 and self._owner.by_arrival:
                 self._advance(now)
 
@@ -502,14 +496,14 @@ class BackwardWatcher:
         now = self._pass
         if now is not None and not self._run.join.is_uneven:
             self._advance(now, everything=True)  # first, since some ranks have started these collectives in the pass
-        begun = (now is not None or self._owner.synchronises) and self.follow(owed=True)
+        begun = (now is not None or self._owner.synchronises) and self.follow()
         if now is not None or begun:
             self._complete(now or self._begin(self._owed))
 
     def flush(self) -> None:
         """Sends gradients that arrived in passes that did not synchronise, if there are any."""
         self.finish()
-        self.follow(owed=True)
+        self.follow()
         if self.unsynchronised:
             self._complete(self._begin(self._owed))
 
@@ -561,23 +555,6 @@ class _Pass:
     arrived: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)
     ahead: set[int] = field(default_factory=set)
-
-
-@dataclass(eq=False, slots=True)
-class _Watched:
-    """A parameter whose gradients are watched.
-
-    Args:
-        bucket: its bucket.
-        index: its position there.
-        record: its record.
-        is_late: whether its gradient is complete at the end of a pass only.
-    """
-
-    bucket: int
-    index: int
-    record: ParameterRecord
-    is_late: bool
 
 
 class Trainable:

@@ -228,24 +228,6 @@ def translated(value: Any, stand_ins: Mapping[torch.Tensor, Sequence[StandIn]]) 
     return value
 
 
-def extend_group(optimizer: torch.optim.Optimizer, index: int, parameters: Sequence[torch.Tensor]) -> None:
-    """Adds parameters, for which it has no state yet, to a group of an optimizer."""
-    own = getattr(optimizer, "extend_group", None)
-    if own is not None:
-        own(index, parameters)
-    else:
-        optimizer.param_groups[index]["params"].extend(parameters)
-
-
-def put_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entries: Mapping[str, Any]) -> None:
-    """Sets an optimizer's state of a parameter. Entries have the parameter's shape or are scalars."""
-    own = getattr(optimizer, "put_state", None)
-    if own is not None:
-        own(parameter, entries)
-    else:
-        state_of(optimizer)[parameter] = dict(entries)
-
-
 def twin(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],

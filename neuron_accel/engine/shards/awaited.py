@@ -38,7 +38,7 @@ class AwaitedWeights:
     """The weights of one optimizer's parameters, while they are being gathered."""
 
     def __init__(self) -> None:
-        self._finish: dict[int, Callable[[], None]] = {}  # by number of the bucket
+        self._finish: dict[int, Callable[[], Any]] = {}  # by number of the bucket
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._watched: list[tuple[nn.Module, _Parameters]] = []
         self._needed: dict[nn.Parameter, int] = {}  # 0 in no block, else the number of the block

@@ -37,7 +37,6 @@ class ShardBuilder:
         self,
         optimizer: torch.optim.Optimizer,
         run: Run,
-        *,
         plugin: str,
         title: str,
         optimizer_dtype: torch.dtype,

@@ -108,7 +108,7 @@ class EagerShard(BucketShard):
             self._flat = self._new_flat()
             self._chunk = self._masters_of(self._move_weights())
             self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        self.pieces = [self._piece(place) for place in self.partition.spans(self.group.index)]
+        self.pieces = [self._piece(span) for span in self.partition.spans(self.group.index)]
         self._memory: torch.Tensor | None = None  # memory of this rank's gradient, kept from step to step
         self._buffer: Buffer | None = None  # the buffer that is being filled
         self._filled: list[bool] = []
@@ -139,12 +139,11 @@ class EagerShard(BucketShard):
     def _device(self) -> torch.device:
         return self.parameters[0].device
 
-    def _piece(self, place: Span) -> ParameterShard:
-        parameter = self.parameters[place.parameter]
-        view = self._chunk[place.offset : place.offset + place.length]
+    def _piece(self, span: Span) -> ParameterShard:
+        parameter, view = self.parameters[span.parameter], span.of_chunk(self._chunk)
         if self._keep_shapes or parameter.dim() == 0:
             view = view.view(parameter.shape)
-        return ParameterShard(parameter=parameter, place=place, master=nn.Parameter(view))
+        return ParameterShard(parameter=parameter, span=span, master=nn.Parameter(view))
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -245,21 +244,16 @@ class EagerShard(BucketShard):
         self._buffer = None
 
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
-        return chunk[piece.place.offset : piece.place.offset + piece.place.length].view(piece.master.shape)
+        return piece.span.of_chunk(chunk).view(piece.master.shape)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     def after_update(self) -> None:
         """Nothing: what was updated are views of the buffer, or master weights."""
 
-    def send_weights(self) -> Callable[[], None]:
+    def send_weights(self) -> Callable[[], Any]:
         chunk = self._chunk.detach().to(self.bucket.dtype)
         # The parameters are views of the flat buffer.
-        pending = self.run.backend.start_all_gather_into(self._flat, chunk, self.group)
-
-        def finish() -> None:
-            pending.wait()
-
-        return finish
+        return self.run.backend.start_all_gather_into(self._flat, chunk, self.group).wait
 
     def sync_user_weights(self) -> None:
         """Copies assigned weights to the buffer, and makes the parameters views of it again. A master weight keeps its
@@ -294,7 +288,7 @@ class EagerShard(BucketShard):
     def reload(self) -> None:
         with torch.no_grad():
             for piece in self.pieces:
-                flat = piece.parameter.reshape(-1)[piece.place.start : piece.place.stop]
+                flat = piece.parameter.reshape(-1)[piece.span.start : piece.span.stop]
                 piece.master.copy_(flat.view(piece.master.shape))
 
 

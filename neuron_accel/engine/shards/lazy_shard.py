@@ -42,7 +42,7 @@ class FlatMaster:
 
     @property
     def lengths(self) -> list[int]:
-        return [piece.place.length for piece in self.pieces]
+        return [piece.span.length for piece in self.pieces]
 
     def entries(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Returns the entries of the optimizer's state that have the shape of the master weights, and the master
@@ -65,9 +65,9 @@ class FlatMaster:
         state.pop(self.value, None)
         result = []
         for kind in dict.fromkeys(kinds):
-            places = [index for index, other in enumerate(kinds) if other == kind]
-            mine = {name: torch.cat([values[index] for index in places]) for name, values in parts.items()}
-            master = FlatMaster([self.pieces[index] for index in places], nn.Parameter(mine.pop("")))
+            chosen = [index for index, other in enumerate(kinds) if other == kind]
+            mine = {name: torch.cat([values[index] for index in chosen]) for name, values in parts.items()}
+            master = FlatMaster([self.pieces[index] for index in chosen], nn.Parameter(mine.pop("")))
             vars(master.value).update(vars(self.value))
             if known:
                 state[master.value] = {
@@ -87,7 +87,7 @@ class LazyParameterShard(ParameterShard):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        return self.shard.gradient_of(self.place)
+        return self.shard.gradient_of(self.span)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -113,12 +113,12 @@ class LazyShard(BucketShard):
         super().__init__(**common)
         self.pieces = [
             LazyParameterShard(
-                parameter=self.parameters[place.parameter],
-                place=place,
+                parameter=self.parameters[span.parameter],
+                span=span,
                 master=nn.Parameter(torch.empty(0, dtype=self.optimizer_dtype)),
                 shard=self,
             )
-            for place in self.partition.spans(self.group.index)
+            for span in self.partition.spans(self.group.index)
         ]
         weights = self._own_weights()
         with torch.no_grad():
@@ -204,18 +204,18 @@ class LazyShard(BucketShard):
         if self._gradient is None:
             return
         for piece in self.pieces:
-            index = piece.place.parameter
+            index = piece.span.parameter
             if before[index] and not self.used_anywhere[index]:
                 self._part(self._gradient, piece).zero_()
 
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
-        return chunk[piece.place.offset : piece.place.offset + piece.place.length]
+        return piece.span.of_chunk(chunk)
 
-    def gradient_of(self, place: Span) -> torch.Tensor | None:
-        """Returns the slice of the reduced gradient at ``place``, a view, or None."""
-        if self._gradient is None or not self.used_anywhere[place.parameter]:
+    def gradient_of(self, span: Span) -> torch.Tensor | None:
+        """Returns the elements of the reduced gradient in ``span``, a view, or None."""
+        if self._gradient is None or not self.used_anywhere[span.parameter]:
             return None
-        return self._gradient[place.offset : place.offset + place.length]
+        return span.of_chunk(self._gradient)
 
     def gradient_parts(self, wanted: Collection[nn.Parameter]) -> list[GradientPart]:
         """See :meth:`BucketShard.gradient_parts`. Neighbouring shards with equal axes are one part."""
@@ -224,14 +224,14 @@ class LazyShard(BucketShard):
             return []
 
         def kind(piece: ParameterShard) -> tuple[bool, tuple[str, ...], int]:
-            index = piece.place.parameter
+            index = piece.span.parameter
             record = self.bucket.records[index]
             return piece.parameter in wanted and self.used_anywhere[index], self._axes_of(record), record.replicas
 
         parts = []
         for (counts, axes, replicas), neighbours in groupby(self.pieces, kind):
-            places = [piece.place for piece in neighbours]
-            begin, end = places[0].offset, places[-1].offset + places[-1].length
+            spans = [piece.span for piece in neighbours]
+            begin, end = spans[0].offset, spans[-1].offset + spans[-1].length
             if counts:
                 is_all = begin == 0 and end == len(self._gradient)
                 parts.append(GradientPart(self._gradient if is_all else self._gradient[begin:end], axes, replicas))
@@ -241,7 +241,7 @@ class LazyShard(BucketShard):
     def split_by(
         self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
     ) -> dict[torch.Tensor, list[nn.Parameter]]:
-        return self._split_masters({m: [kinds[p.place.parameter] for p in m.pieces] for m in self.masters}, state)
+        return self._split_masters({m: [kinds[p.span.parameter] for p in m.pieces] for m in self.masters}, state)
 
     def _split_masters(
         self,
@@ -266,7 +266,7 @@ class LazyShard(BucketShard):
     ) -> dict[torch.Tensor, list[nn.Parameter]]:
         replaced = self.split_by(dict(enumerate(self.used_anywhere)), state) if by_gradients else {}
         for master in self.masters:
-            is_used = self._gradient is not None and self.used_anywhere[master.pieces[0].place.parameter]
+            is_used = self._gradient is not None and self.used_anywhere[master.pieces[0].span.parameter]
             master.value.grad = self._at(master.pieces, self._gradient) if is_used else None  # type: ignore[arg-type]
         return replaced
 
@@ -279,11 +279,11 @@ class LazyShard(BucketShard):
         if len(self.masters) == 1:
             return self.masters[0].value.detach()
         parts = {
-            piece.place.offset: part
+            piece.span.offset: part
             for master in self.masters
             for piece, part in zip(master.pieces, master.value.detach().split(master.lengths), strict=True)
         }
-        return torch.cat([parts[piece.place.offset] for piece in self.pieces])
+        return torch.cat([parts[piece.span.offset] for piece in self.pieces])
 
     def send_weights(self) -> Callable[[], None]:
         pending = self.run.backend.start_all_gather(self._chunk().to(self.bucket.dtype), self.group)
@@ -455,12 +455,12 @@ class HostCopy:
         """Returns whether ``values`` are the slices and were not written to. Contents are compared, since writes may
         bypass autograd's version counter."""
         same = all(
-            isinstance(v, torch.Tensor) and _place(v) == _place(p) for v, p in zip(values, self.parts, strict=True)
+            isinstance(v, torch.Tensor) and _memory(v) == _memory(p) for v, p in zip(values, self.parts, strict=True)
         )
         return same and _digest(self._gathered) == self._digest
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size]:
+def _memory(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape
 
 

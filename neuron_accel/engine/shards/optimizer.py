@@ -89,15 +89,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         # would create groups, state and defaults of its own.
         refuse_closures(optimizer, plugin)
         ShardBuilder.__init__(
-            self,
-            optimizer,
-            run,
-            plugin=plugin,
-            title=title,
-            optimizer_dtype=optimizer_dtype,
-            higher_cc_precision=higher_cc_precision,
-            bucket_cap_mb=bucket_cap_mb,
-            partition=partition,
+            self, optimizer, run, plugin, title, optimizer_dtype, higher_cc_precision, bucket_cap_mb, partition
         )
         self._max_norm, self._every_micro_batch = max_norm, use_grad_acc_hook
         self.saves_masters, self._others = save_master_weights, others

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.nn import functional as F
@@ -35,6 +36,10 @@ class Span:
     def length(self) -> int:
         """Number of elements in the chunk, padding included."""
         return self.stop - self.start + self.padding
+
+    def of_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Returns its elements of a rank's chunk, padding included, as a view."""
+        return chunk[self.offset : self.offset + self.length]
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,7 @@ class Partition:
 def even(sizes: Sequence[int], degree: int) -> Partition:
     """Returns a partition with consecutive parameters, which are split at the ends of chunks. It has less than
     ``degree`` elements of padding."""
-    offsets, total = [], 0
-    for size in sizes:
-        offsets.append(total)
-        total += size
+    *offsets, total = accumulate(sizes, initial=0)
     return Partition(degree=degree, chunk=max(1, -(-total // degree)), offsets=tuple(offsets), sizes=tuple(sizes))
 
 
@@ -150,10 +152,7 @@ class LazyPartition(Partition):
 def lazy_partition(sizes: Sequence[int], degree: int) -> LazyPartition:
     """Returns the partition of each parameter into ``degree`` shards of equal length."""
     lengths = [max(1, -(-size // degree)) for size in sizes]
-    offsets, total = [], 0
-    for length in lengths:
-        offsets.append(total)
-        total += length
+    *offsets, total = accumulate(lengths, initial=0)
     return LazyPartition(
         degree=degree, chunk=max(1, total), offsets=tuple(offsets), sizes=tuple(sizes), lengths=tuple(lengths)
     )

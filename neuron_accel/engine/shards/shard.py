@@ -35,17 +35,17 @@ class ParameterShard:
 
     Args:
         parameter: the model's parameter.
-        place: its elements.
+        span: its elements.
         master: the tensor that the optimizer updates, a view of the rank's chunk in the optimizer's dtype: ``[stop -
             start]``, or of the parameter's shape if that has no dims or shards are full parameters.
     """
 
     parameter: nn.Parameter
-    place: Span
+    span: Span
     master: nn.Parameter
 
     def __repr__(self) -> str:
-        return f"<ParameterShard: elements {self.place.start} to {self.place.stop} of {self.parameter.numel()}>"
+        return f"<ParameterShard: elements {self.span.start} to {self.span.stop} of {self.parameter.numel()}>"
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -100,9 +100,8 @@ class BucketShard(ABC):
         self._gathered: list[torch.Tensor] = []  # the full gradient of each parameter, which the user may change
 
     def __repr__(self) -> str:
-        place = self.partition
-        parameters = f"{type(self).__name__} of {len(self.parameters)} parameters"
-        return f"<{parameters}: {place.chunk} elements, as many on each of {place.degree} ranks>"
+        parameters, ranks = f"{type(self).__name__} of {len(self.parameters)} parameters", self.partition.degree
+        return f"<{parameters}: {self.partition.chunk} elements, as many on each of {ranks} ranks>"
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -166,7 +165,7 @@ class BucketShard(ABC):
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     @abstractmethod
-    def send_weights(self) -> Callable[[], None]:
+    def send_weights(self) -> Callable[[], Any]:
         """Starts to gather the updated weights; returns a function that completes it."""
 
     @abstractmethod
@@ -216,7 +215,7 @@ class BucketShard(ABC):
         """Returns this rank's shards of the reduced gradients of the ``wanted`` parameters, which may be changed in
         place."""
         self.before_change()
-        mine = {piece.place.parameter: piece for piece in self.pieces}
+        mine = {piece.span.parameter: piece for piece in self.pieces}
         parts = []
         for index, (parameter, record) in enumerate(zip(self.parameters, self.bucket.records, strict=True)):
             if parameter in wanted and self.used_anywhere[index]:
@@ -233,7 +232,7 @@ class BucketShard(ABC):
         self._gradient = gradient
         self._gathered = []
         for piece in self.pieces:
-            piece.grad = self._part(gradient, piece) if self.used_anywhere[piece.place.parameter] else None
+            piece.grad = self._part(gradient, piece) if self.used_anywhere[piece.span.parameter] else None
 
     def drop_gradients(self) -> None:
         """Drops gradients, also ``parameter.grad``."""
@@ -283,7 +282,7 @@ class BucketShard(ABC):
         self.used_anywhere = [used or index in indices for index, used in enumerate(self.used_anywhere)]
         self._hand_out(own)
         for piece in self.pieces:
-            if piece.grad is not None and piece.place.parameter in indices:
+            if piece.grad is not None and piece.span.parameter in indices:
                 piece.grad.copy_(self._part(chunk, piece))
         self._show(indices)
 
@@ -322,7 +321,7 @@ class BucketShard(ABC):
         """Sets the shard of one parameter's gradient to zero."""
         self.before_change()
         for piece in self.pieces:
-            if piece.place.parameter == index and piece.grad is not None:
+            if piece.span.parameter == index and piece.grad is not None:
                 piece.grad.zero_()
 
     def gather_gradients(self) -> list[torch.Tensor | None]:
@@ -374,6 +373,6 @@ class BucketShard(ABC):
             self._gradient = None
             self._gathered = []
         for piece in self.pieces:
-            if piece.grad is not None and not self.used_anywhere[piece.place.parameter]:
+            if piece.grad is not None and not self.used_anywhere[piece.span.parameter]:
                 piece.grad.zero_()  # it may be a view of the shard
                 piece.grad = None

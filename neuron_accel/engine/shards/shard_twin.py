@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from neuron_accel.engine.optim.elementwise import is_elementwise
 from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
 from neuron_accel.engine.optim.held import state_of
-from neuron_accel.engine.optim.twin import StandIn, copy_options, extend_group, put_state, recipe_of, translate, twin
+from neuron_accel.engine.optim.twin import StandIn, copy_options, recipe_of, translate, twin
 from neuron_accel.engine.shards.build import record_of
 from neuron_accel.errors import UsageError
 
@@ -98,19 +98,23 @@ class ShardTwin:
         self.shards += shards
         for shard in shards:
             for piece in shard.pieces:
-                self._layouts[piece.master] = shard.bucket.records[piece.place.parameter].layout
+                self._layouts[piece.master] = shard.bucket.records[piece.span.parameter].layout
         if not self._exists:
             return
-        state: Mapping[torch.Tensor, Mapping[str, Any]] = self._sharded_state(shards)
+        state: Mapping[Any, Mapping[str, Any]] = self._sharded_state(shards)
         known = self.optimizer.param_groups[: len(self.inner.param_groups)]
         group_of = {p: index for index, group in enumerate(known) for p in group["params"]}
         added: list[list[nn.Parameter]] = [[] for _ in known]
         for master, pieces in _updated(shards):
             if pieces[0].parameter in group_of:
                 added[group_of[pieces[0].parameter]].append(master)
-        for index, masters in enumerate(added):
-            extend_group(self.inner, index, masters)
-            self._name(self.inner.param_groups[index], known[index])
+        full = self.inner if isinstance(self.inner, FullParameterOptimizer) else None
+        for index, (group, masters) in enumerate(zip(self.inner.param_groups, added, strict=True)):
+            if full is None:
+                group["params"].extend(masters)
+            else:
+                full.extend_group(index, masters)
+            self._name(group, known[index])
         self._copy_attributes()
         self._translate()
         if self._recipe is not None:
@@ -118,7 +122,10 @@ class ShardTwin:
             groups = [{**group, "params": masters} for group, masters in zip(options, added, strict=True)]
             state = {**state_of(self._recipe.build(groups)), **state}
         for updated, entries in state.items():
-            put_state(self.inner, updated, entries)
+            if full is None:
+                state_of(self.inner)[updated] = dict(entries)
+            else:
+                full.put_state(updated, entries)
         self._release(shards)
 
     def add_group(self, group: dict[str, Any]) -> None:
@@ -240,12 +247,12 @@ def _updated(shards: Iterable[BucketShard]) -> Iterator[tuple[nn.Parameter, Sequ
 
 def _shard_entry(value: Any, piece: ParameterShard, plugin: str, like: torch.Tensor) -> Any:
     """Returns the part of a value that belongs to ``piece``, in the shape of ``like``."""
-    parameter, place = piece.parameter, piece.place
+    parameter, span = piece.parameter, piece.span
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == parameter.shape and parameter.dim() > 0:
-        part = value.reshape(-1)[place.start : place.stop]
-        part = F.pad(part, (0, place.padding)) if place.padding else part
+        part = value.reshape(-1)[span.start : span.stop]
+        part = F.pad(part, (0, span.padding)) if span.padding else part
         return part.clone().view(like.shape).to(like.dtype if value.is_floating_point() else value.dtype)
     if value.numel() == 1 or like.shape == parameter.shape:
         return value.clone()

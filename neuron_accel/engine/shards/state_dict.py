@@ -42,10 +42,10 @@ def state_pieces(twin: ShardTwin, *, masters: bool) -> list[StatePiece]:
                 store, key = twin.inner.place_of_state(piece.master)
             pieces.append(
                 StatePiece(
-                    record=shard.bucket.records[piece.place.parameter],
+                    record=shard.bucket.records[piece.span.parameter],
                     parameter=piece.master,
-                    start=piece.place.start,
-                    stop=piece.place.stop,
+                    start=piece.span.start,
+                    stop=piece.span.stop,
                     group=groups[piece.parameter],
                     axes=shard.bucket.reduction_axes,
                     master=piece.master.dtype != piece.parameter.dtype and masters,
@@ -128,7 +128,7 @@ def _places(twin: ShardTwin) -> list[list[Place]]:
 
 def _lengths(twin: ShardTwin) -> dict[Place, int]:
     """Returns the number of elements of each shard, padding included."""
-    return {place_of(shard, piece): piece.place.length for shard in twin.shards for piece in shard.pieces}
+    return {place_of(shard, piece): piece.span.length for shard in twin.shards for piece in shard.pieces}
 
 
 def _split_like(twin: ShardTwin, saved: Sequence[Sequence[Sequence[Any]]]) -> list[list[Place]]:
@@ -136,14 +136,14 @@ def _split_like(twin: ShardTwin, saved: Sequence[Sequence[Sequence[Any]]]) -> li
     places."""
     index_of = {tuple(place): index for index, places in enumerate(saved) for place in places}
     for shard in twin.shards:
-        kinds = {piece.place.parameter: index_of.get(place_of(shard, piece)) for piece in shard.pieces}
+        kinds = {piece.span.parameter: index_of.get(place_of(shard, piece)) for piece in shard.pieces}
         twin.replace(shard.split_by(kinds, twin.state))
     return _places(twin)
 
 
 def place_of(shard: BucketShard, piece: ParameterShard) -> Place:
     """Returns the place of a parameter shard."""
-    return shard.bucket.records[piece.place.parameter].fqn, piece.place.start, piece.place.stop
+    return shard.bucket.records[piece.span.parameter].fqn, piece.span.start, piece.span.stop
 
 
 def reordered(

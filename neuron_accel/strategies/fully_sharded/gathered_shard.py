@@ -80,14 +80,14 @@ class GatheredShard(EagerShard):
 
     def _describe(self) -> None:
         """Records which elements of each parameter this rank keeps."""
-        pieces = {piece.place.parameter: piece for piece in self.pieces}
+        pieces = {piece.span.parameter: piece for piece in self.pieces}
         for index, record in enumerate(self.bucket.records):
             piece = pieces.get(index)
             own = self._own[:0] if piece is None else self._own_part(piece)
             record.weights = WeightShard(
                 read=partial(_same, own),
-                start=0 if piece is None else piece.place.start,
-                stop=0 if piece is None else piece.place.stop,
+                start=0 if piece is None else piece.span.start,
+                stop=0 if piece is None else piece.span.stop,
                 axes=self.bucket.reduction_axes,
                 gather=partial(self._full_weight, index),
                 changed=self.release,
@@ -190,7 +190,7 @@ class GatheredShard(EagerShard):
         self.sync_user_weights()
 
     def _own_part(self, piece: ParameterShard) -> torch.Tensor:
-        return self._own[piece.place.offset : piece.place.offset + piece.place.length]
+        return piece.span.of_chunk(self._own)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     @property
@@ -297,9 +297,9 @@ class GatheredShard(EagerShard):
                 fix="convert or move a model before `prepare`",
             )
         for piece in self.pieces:
-            if piece.place.parameter != index:
+            if piece.span.parameter != index:
                 continue
-            new = value.reshape(-1)[piece.place.start : piece.place.stop]
+            new = value.reshape(-1)[piece.span.start : piece.span.stop]
             self._own_part(piece).copy_(new)
             if self.has_masters:  # they keep the digits that a weight does not have, unless it has changed
                 with torch.no_grad():

@@ -81,8 +81,8 @@ class LazyGatheredShard(LazyShard):
         for index, (record, piece) in enumerate(zip(self.bucket.records, self.pieces, strict=True)):
             record.weights = WeightShard(
                 read=partial(self._own_on_host, index),
-                start=piece.place.start,
-                stop=piece.place.stop,
+                start=piece.span.start,
+                stop=piece.span.stop,
                 axes=self.bucket.reduction_axes,
                 gather=partial(self._full_on_host, index),
                 changed=self.release,
@@ -213,8 +213,8 @@ class LazyGatheredShard(LazyShard):
                 why="its optimizer's state was sharded for the earlier tensor",
                 fix="convert a model before `prepare`",
             )
-        place = self.pieces[index].place
-        value = self.run.backend.to_host(parameter.detach()).reshape(-1)[place.start : place.stop]
+        span = self.pieces[index].span
+        value = self.run.backend.to_host(parameter.detach()).reshape(-1)[span.start : span.stop]
         self._own_on_host(index).copy_(value)
         if self.is_gathered:
             self.values[index] = parameter.detach()
@@ -236,16 +236,16 @@ class LazyGatheredShard(LazyShard):
                 values = self.run.backend.to_host(master.value.detach()).split(master.lengths)
             else:
                 values = tuple(piece.master.detach() for piece in master.pieces)
-            parts |= {piece.place.parameter: v for piece, v in zip(master.pieces, values, strict=True)}
-        lengths = [piece.place.length for piece in self.pieces]
-        flat = torch.cat([parts[piece.place.parameter] for piece in self.pieces])
+            parts |= {piece.span.parameter: v for piece, v in zip(master.pieces, values, strict=True)}
+        lengths = [piece.span.length for piece in self.pieces]
+        flat = torch.cat([parts[piece.span.parameter] for piece in self.pieces])
         self._host = HostCopy(flat.to(self.bucket.dtype), lengths)
 
     def _own_on_host(self, index: int) -> torch.Tensor:
         self._keep_on_host()
         assert self._host is not None
-        place = self.pieces[index].place
-        return self._host.parts[index][: place.stop - place.start]
+        span = self.pieces[index].span
+        return self._host.parts[index][: span.stop - span.start]
 
     def _full_on_host(self, index: int) -> torch.Tensor:
         self._read(self)
