@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
@@ -28,6 +28,7 @@ from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.engine.runtime.preview import explain_memory, explain_parameters, preview
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import UsageError
+from neuron_accel.lazy import lazy_load_for_parallelism
 from neuron_accel.loop import gather as values
 from neuron_accel.loop import prepare
 from neuron_accel.loop.arguments import (
@@ -331,10 +332,11 @@ class NeuronAccelerator(Accelerator):
 
     @contextmanager
     def model_init(self) -> Iterator[None]:
-        """A context manager in which models are built as the plugins require."""
-        with ExitStack() as stack:
-            for model_init in self.run.hooks["model_init"]:
-                stack.enter_context(model_init(self.run))
+        """A context manager in which models are built: without memory for weights of which plugins keep a part on each
+        rank (:func:`~neuron_accel.lazy_load_for_parallelism`)."""
+        axes = [plugin.axes() for plugin in self.plan.plugins if plugin.spec.lazy_load]
+        lazy = self.run.world.size > 1 and any(not each or any(axis.degree > 1 for axis in each) for each in axes)
+        with lazy_load_for_parallelism() if lazy else nullcontext():
             yield
 
     def explain(self, model: nn.Module, *, tokens: int | None = None) -> str:

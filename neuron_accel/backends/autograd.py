@@ -18,7 +18,6 @@ chunk_to_group           this rank's chunk           all-gather
 reduce_scatter_to_group  reduce-scatter              all-gather
 all_to_all               all-to-all                  all-to-all, the dims exchanged
 all_to_all_uneven        all-to-all of rows          all-to-all of rows, the counts exchanged
-permute                  ring shift                  ring shift the other way
 =======================  ==========================  ==================================================
 
 The first two are the conjugate operators f and g of Megatron-LM (Shoeybi et al., 2019, section 3). All-gather and
@@ -94,11 +93,6 @@ def all_to_all_uneven(
     on, and returns the ``received[i]`` rows of each ``[sum(received), ...]``, in the order of ranks. Available if
     ``backend.has_uneven_all_to_all``."""
     return x if group.size == 1 else _AllToAllUneven.apply(x, backend, group, tuple(sent), tuple(received))
-
-
-def permute(x: torch.Tensor, backend: Backend, group: Group, shift: int = 1) -> torch.Tensor:
-    """Returns the ``x`` of the rank ``shift`` positions before this one in the ring of the group's ranks."""
-    return x if shift % group.size == 0 else _Permute.apply(x, backend, group, shift)
 
 
 class _Collective(torch.autograd.Function):
@@ -200,14 +194,3 @@ class _AllToAllUneven(_Collective):
     def backward(ctx, gradient):
         backend, group, sent, received = ctx.arguments
         return all_to_all_uneven(gradient, backend, group, received, sent), None, None, None, None
-
-
-class _Permute(_Collective):
-    @staticmethod
-    def forward(x, backend, group, shift):
-        return backend.permute(x, group, shift)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        backend, group, shift = ctx.arguments
-        return permute(gradient, backend, group, -shift), None, None, None

@@ -7,9 +7,12 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
+from neuron_accel.backends.failures import reported
+
 
 class Board(ABC):
-    """A key-value store for short notes between ranks. Reading and writing involves no collective and does not wait."""
+    """A key-value store for short notes between ranks. Reading and writing involves no collective and does not wait;
+    it raises a :class:`~neuron_accel.errors.CommunicationError` if the rank that keeps the notes has ended."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -59,7 +62,9 @@ class StoreBoard(Board):
         return cls(_get_default_store())
 
     def put(self, key: str, note: bytes) -> None:
-        self._store.set(key, note)  # type: ignore[arg-type]  # the store keeps bytes
+        with reported("a note between ranks", f"note {key!r}"):
+            self._store.set(key, note)  # type: ignore[arg-type]  # the store keeps bytes
 
     def get(self, key: str) -> bytes | None:
-        return self._store.get(key) if self._store.check([key]) else None
+        with reported("a note between ranks", f"note {key!r}"):
+            return self._store.get(key) if self._store.check([key]) else None

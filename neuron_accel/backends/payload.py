@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of objects to bytes, and to tensors of a fixed size for devices that compile a graph for every shape; and
-the exchange of objects between processes over gloo.
+"""Conversion of objects to bytes, and the exchange of objects between processes over gloo.
 
 Objects are pickled, so ranks trust each other, as stated in SECURITY.md.
 """
@@ -35,20 +34,6 @@ def pack(payload: bytes, size: int) -> torch.Tensor:
 def unpack(tensor: torch.Tensor, length: int) -> bytes:
     """Inverse of :func:`pack`: returns the first ``length`` bytes of a uint8 tensor on any device."""
     return tensor[:length].cpu().numpy().tobytes()
-
-
-def object_to_tensor(value: Any, size: int) -> torch.Tensor:
-    """Pickles an object into a uint8 tensor of ``size`` elements on the CPU, to be sent to another rank.
-
-    Raises:
-        ValueError: if the pickled object has more than ``size`` bytes.
-    """
-    return pack(dump(value), size)
-
-
-def tensor_to_object(tensor: torch.Tensor) -> Any:
-    """Inverse of :func:`object_to_tensor`. Unpickles, so use it only for tensors that ranks of this run sent."""
-    return load(unpack(tensor, tensor.numel()))
 
 
 def dump(value: Any) -> bytes:

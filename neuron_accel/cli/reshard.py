@@ -122,12 +122,12 @@ def model_of(folder: Location) -> nn.Module:
 
 def layouts_of(model: nn.Module, degree: int) -> dict[str, Layout]:
     """The layouts of the parameters that tensor parallelism shards, by FQN."""
-    from neuron_accel.models.architecture import architecture_of, join_fqn
+    from neuron_accel.models.architecture import Architecture, join_fqn
     from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 
     return {
         join_fqn(sharding.fqn, name): layout
-        for sharding in plan_shards(architecture_of(model), degree)
+        for sharding in plan_shards(Architecture.of(model), degree)
         for name, layout in sharding.layouts.items()
         if layout.cuts
     }

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from neuron_accel.errors import UnsupportedModelError, did_you_mean
-from neuron_accel.models.catalog import known_model_types, plan_for
+from neuron_accel.models.catalog import known_model_types, plan_for, registered_plans
 from neuron_accel.models.plan import ArchitecturePlan, named_modules
 from neuron_accel.models.upstream import upstream_plan
+from neuron_accel.models.user_plan import read_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,64 @@ class Architecture:
 
     def __repr__(self) -> str:
         return f"<Architecture of a {type(self.model).__name__}: {self.model_type}, {len(self.blocks)} blocks>"
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Architecture:
+        """Returns the architecture of the first transformers model that ``model`` is or contains.
+
+        Raises:
+            UnsupportedModelError: if there is none, or its plan does not cover its configuration.
+        """
+        found = family_inside(model)
+        if found is None:
+            raise UnsupportedModelError(
+                f"No plan is known for {type(model).__name__}.",
+                why="it contains no model with a configuration that names its family (config.model_type)",
+                fix=f"use a model of one of these families: {', '.join(known_model_types())}",
+            )
+        owner_name, owner = found
+        prefix = _name_of_base(owner)
+        base = owner.get_submodule(prefix)
+        config: Any = base.config
+        plan = plan_for(config.model_type) or upstream_plan(owner, base)
+        if plan is None:
+            raise UnsupportedModelError(
+                f"No plan is known for the model type {config.model_type!r} of {type(owner).__name__}.",
+                why="a plan is needed to shard its weights",
+                fix=did_you_mean(config.model_type, known_model_types()),
+            )
+        plan = plan.of(config)
+        for attribute, reason in plan.unsupported.items():
+            if getattr(config, attribute, None):
+                raise UnsupportedModelError(
+                    f"The plan of {config.model_type!r} does not cover {attribute}={getattr(config, attribute)!r}.",
+                    where=type(owner).__name__,
+                    why=reason,
+                )
+        return cls(
+            plan=plan,
+            config=config,
+            model=model,
+            owner=owner,
+            owner_name=owner_name,
+            base=base,
+            base_name=join_fqn(owner_name, prefix),
+        )
+
+    @classmethod
+    def planned(cls, model: nn.Module, plan: Mapping[str, str] | None, degree: int) -> Architecture:
+        """Returns the architecture of a model that is sharded over ``degree`` ranks: by a user's plan, by default that
+        registered for it or for modules in it, else by the plan of its family.
+
+        Raises:
+            ConfigurationError: if a style is not valid.
+            UnsupportedModelError: if no plan covers the model.
+            LayoutError: if the value of an attribute of the plan is not divisible by the degree.
+        """
+        plan = registered_plans().find(model) if plan is None else plan
+        if plan is None:
+            return cls.of(model)
+        return cls(model=model, owner=model, owner_name="", base=model, base_name="", **read_plan(model, plan, degree))
 
     @property
     def model_type(self) -> str:
@@ -111,49 +170,6 @@ class Architecture:
         return found[0]
 
 
-def architecture_of(model: nn.Module) -> Architecture:
-    """Returns the architecture of the first transformers model that ``model`` is or contains.
-
-    Raises:
-        UnsupportedModelError: if there is none, or its plan does not cover its configuration.
-    """
-    found = family_inside(model)
-    if found is None:
-        raise UnsupportedModelError(
-            f"No plan is known for {type(model).__name__}.",
-            why="it contains no model with a configuration that names its family (config.model_type)",
-            fix=f"use a model of one of these families: {', '.join(known_model_types())}",
-        )
-    owner_name, owner = found
-    prefix = _name_of_base(owner)
-    base = owner.get_submodule(prefix)
-    config: Any = base.config
-    plan = plan_for(config.model_type) or upstream_plan(owner, base)
-    if plan is None:
-        raise UnsupportedModelError(
-            f"No plan is known for the model type {config.model_type!r} of {type(owner).__name__}.",
-            why="a plan is needed to shard its weights",
-            fix=did_you_mean(config.model_type, known_model_types()),
-        )
-    plan = plan.of(config)
-    for attribute, reason in plan.unsupported.items():
-        if getattr(config, attribute, None):
-            raise UnsupportedModelError(
-                f"A {config.model_type!r} with {attribute}={getattr(config, attribute)!r} is not covered by its plan.",
-                where=type(owner).__name__,
-                why=reason,
-            )
-    return Architecture(
-        plan=plan,
-        config=config,
-        model=model,
-        owner=owner,
-        owner_name=owner_name,
-        base=base,
-        base_name=join_fqn(owner_name, prefix),
-    )
-
-
 def _name_of_base(owner: nn.Module) -> str:
     """Returns the name of the base model in a model of transformers; empty if it is the base model itself."""
     prefix: Any = owner.base_model_prefix
@@ -180,3 +196,12 @@ def family_inside(model: nn.Module) -> tuple[str, nn.Module] | None:
 def join_fqn(prefix: str, name: str) -> str:
     """Returns ``"prefix.name"``; either may be empty."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def model_without_weights(config: Any) -> nn.Module:
+    """Returns the causal language model of a configuration, on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

@@ -81,65 +81,63 @@ class BlockwiseAttention:
 
         return checkpoint(function, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
 
+    def install(self, model: nn.Module, where: str) -> Callable[[], None]:
+        """Makes every model of transformers in ``model`` compute attention with these settings.
+
+        Args:
+            model: the model.
+            where: the plugin, for messages.
+
+        Returns:
+            A function that restores the previous attention function.
+
+        Raises:
+            UnsupportedModelError: if there is no such model, or the attention of one cannot be replaced; nothing is
+                changed then.
+            UsageError: if another plugin has replaced it.
+        """
+        found = list(_outermost_models(model))
+        if not found:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no attention that can be replaced.",
+                where=where,
+                why="only models of transformers have a configurable attention function",
+                fix="name modules to recompute by a pattern: ActivationCheckpointingPlugin(modules='blocks.*.attn')",
+            )
+        _register()
+        before = [each.config._attn_implementation for each in found]
+        for each, implementation in zip(found, before, strict=True):
+            if implementation not in _STANDARD:
+                raise UsageError(
+                    f"The attention of {type(each).__name__} is {implementation!r} already.",
+                    where=where,
+                    why="one model has one attention function",
+                    fix="load the model with attn_implementation='eager', and use one plugin that computes attention",
+                )
+
+        def undo() -> None:
+            for each, implementation in zip(found, before, strict=True):
+                if each.config._attn_implementation == NAME:
+                    each.set_attn_implementation(implementation or "eager")
+                for module in each.modules():
+                    vars(module).pop(_SETTINGS, None)
+
+        for each in found:
+            each.set_attn_implementation(NAME)
+            if each.config._attn_implementation != NAME:
+                undo()
+                raise UnsupportedModelError(
+                    f"The attention of {type(each).__name__} cannot be replaced.",
+                    where=where,
+                    why="its attention layers do not call the function that the configuration names",
+                    fix="use ActivationCheckpointingPlugin(modules='attention'), which recomputes the full layer",
+                )
+            for module in each.modules():
+                setattr(module, _SETTINGS, self)
+        return undo
+
 
 # ---- replacing the attention of a model ------------------------------------------------------------------------------
-def install_attention(model: nn.Module, attention: BlockwiseAttention, where: str) -> Callable[[], None]:
-    """Replaces the attention function of every model of transformers in ``model``.
-
-    Args:
-        model: the model.
-        attention: the settings.
-        where: the plugin, for messages.
-
-    Returns:
-        A function that restores the previous attention function.
-
-    Raises:
-        UnsupportedModelError: if there is no such model, or the attention of one cannot be replaced; nothing is changed
-            then.
-        UsageError: if another plugin has replaced it.
-    """
-    found = list(_outermost_models(model))
-    if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no attention that can be replaced.",
-            where=where,
-            why="only models of transformers have a configurable attention function",
-            fix="name modules to recompute by a pattern: ActivationCheckpointingPlugin(modules='blocks.*.attn')",
-        )
-    _register()
-    before = [each.config._attn_implementation for each in found]
-    for each, implementation in zip(found, before, strict=True):
-        if implementation not in _STANDARD:
-            raise UsageError(
-                f"The attention of {type(each).__name__} is {implementation!r} already.",
-                where=where,
-                why="one model has one attention function",
-                fix="load the model with attn_implementation='eager', and use one plugin that computes attention",
-            )
-
-    def undo() -> None:
-        for each, implementation in zip(found, before, strict=True):
-            if each.config._attn_implementation == NAME:
-                each.set_attn_implementation(implementation or "eager")
-            for module in each.modules():
-                vars(module).pop(_SETTINGS, None)
-
-    for each in found:
-        each.set_attn_implementation(NAME)
-        if each.config._attn_implementation != NAME:
-            undo()
-            raise UnsupportedModelError(
-                f"The attention of {type(each).__name__} cannot be replaced.",
-                where=where,
-                why="its attention layers do not call the function that the configuration names",
-                fix="use ActivationCheckpointingPlugin(modules='attention'), which recomputes the full layer",
-            )
-        for module in each.modules():
-            setattr(module, _SETTINGS, attention)
-    return undo
-
-
 def _outermost_models(model: nn.Module) -> Iterator[Any]:
     from transformers import PreTrainedModel
 
@@ -231,7 +229,7 @@ def blockwise_attention(
         [batch, queries, heads, value dim], and no weights.
 
     Raises:
-        UsageError: if the model was not prepared with :func:`install_attention`.
+        UsageError: if the model was not prepared with :meth:`BlockwiseAttention.install`.
         UnsupportedModelError: for arguments that are not supported, or if only the kernel may be used and cannot.
     """
     attention = getattr(module, _SETTINGS, None)

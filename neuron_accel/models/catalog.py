@@ -52,8 +52,7 @@ class RegisteredPlans:
     """The plans registered in this process.
 
     Args:
-        of_classes: plans as dicts of patterns to styles (:func:`~neuron_accel.models.given_architecture`), by class of
-            module.
+        of_classes: plans as dicts of patterns to styles (:mod:`~neuron_accel.models.user_plan`), by class of module.
         of_types: plans as dicts, by ``config.model_type``.
         families: full descriptions of families, by ``config.model_type``.
     """

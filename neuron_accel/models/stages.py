@@ -35,6 +35,67 @@ class Stack:
     before: tuple[str, ...]
     after: tuple[str, ...]
 
+    @classmethod
+    def of(cls, model: nn.Module, container: str | None = None) -> Stack:
+        """Finds the blocks of a model.
+
+        Args:
+            model: the model.
+            container: FQN of the module that holds the blocks; None to look it up in the plan of the model's family.
+
+        Raises:
+            UnsupportedModelError: if there is no plan for the model, or some of its parameters belong to no stage.
+        """
+        first: tuple[str, ...] = ()
+        last: tuple[str, ...] = ()
+        if container is None:
+            container, first, last = _planned(model)
+        modules = dict(model.named_modules())
+        holder = modules.get(container)
+        if not isinstance(holder, (nn.ModuleList, nn.Sequential)) or not len(holder):
+            kind = type(holder).__name__ if holder is not None else "nothing"
+            raise UnsupportedModelError(
+                f"{container!r} in {type(model).__name__} is {kind}, not a list of blocks.",
+                why="stages are cut between the children of an nn.ModuleList or nn.Sequential",
+            )
+        before: list[str] = []
+        after: list[str] = []
+        for level in _beside(
+            model, container
+        ):  # from outer to inner modules; outer ones are before or after the inner ones
+            following: list[str] = []
+            for fqn, is_before in level:
+                is_before = fqn in first if fqn in first or fqn in last else is_before
+                (before if is_before else following).append(fqn)
+            after = [*following, *after]
+        return cls(container=container, blocks=len(holder), before=tuple(before), after=tuple(after))
+
+    @staticmethod
+    def container_of(model: nn.Module, cuts: Iterable[str]) -> tuple[str, tuple[int, ...]]:
+        """Returns the container and the indices of the blocks that a user named.
+
+        Raises:
+            UnsupportedModelError: if they are not blocks, or are in several containers.
+        """
+        cuts = tuple(cuts)
+        modules = dict(model.named_modules())
+        parents = {cut.rpartition(".")[0] for cut in cuts}
+        for cut in cuts:
+            if cut not in modules or not cut.rpartition(".")[2].isdigit():
+                raise UnsupportedModelError(
+                    f"{cut!r} is not a block of {type(model).__name__}.",
+                    where="stage_cuts",
+                    why="a cut names the first block of a stage, a child of an nn.ModuleList or nn.Sequential",
+                    fix="look at model.named_modules()",
+                )
+        if len(parents) != 1:
+            raise UnsupportedModelError(
+                f"The cuts {', '.join(cuts)} are children of {len(parents)} modules.",
+                where="stage_cuts",
+                why="the stages consist of the blocks of one list",
+            )
+        return parents.pop(), tuple(int(cut.rpartition(".")[2]) for cut in cuts)
+
     def block(self, index: int) -> str:
         """Returns the FQN of a block."""
         return join_fqn(self.container, str(index))
@@ -50,41 +111,6 @@ class Stack:
             stop = starts[stage + 1] if stage + 1 < len(starts) else self.blocks
             yield from ((self.block(index), stage) for index in range(start, stop))
         yield from ((fqn, len(starts) - 1) for fqn in self.after)
-
-
-def stack_of(model: nn.Module, container: str | None = None) -> Stack:
-    """Finds the blocks of a model.
-
-    Args:
-        model: the model.
-        container: FQN of the module that holds the blocks; None to look it up in the plan of the model's family.
-
-    Raises:
-        UnsupportedModelError: if there is no plan for the model, or some of its parameters belong to no stage.
-    """
-    first: tuple[str, ...] = ()
-    last: tuple[str, ...] = ()
-    if container is None:
-        container, first, last = _planned(model)
-    modules = dict(model.named_modules())
-    holder = modules.get(container)
-    if not isinstance(holder, (nn.ModuleList, nn.Sequential)) or not len(holder):
-        kind = type(holder).__name__ if holder is not None else "nothing"
-        raise UnsupportedModelError(
-            f"{container!r} in {type(model).__name__} is {kind}, not a list of blocks.",
-            why="stages are cut between the children of an nn.ModuleList or nn.Sequential",
-        )
-    before: list[str] = []
-    after: list[str] = []
-    for level in _beside(
-        model, container
-    ):  # from outer to inner modules; outer ones are before or after the inner ones
-        following: list[str] = []
-        for fqn, is_before in level:
-            is_before = fqn in first if fqn in first or fqn in last else is_before
-            (before if is_before else following).append(fqn)
-        after = [*following, *after]
-    return Stack(container=container, blocks=len(holder), before=tuple(before), after=tuple(after))
 
 
 def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -149,29 +175,3 @@ def _check_loose(module: nn.Module, name: str) -> None:
             why="it contains the blocks and therefore exists on every stage, but a parameter belongs to one stage",
             fix="put them in a module of their own, before or after the blocks",
         )
-
-
-def container_of(model: nn.Module, cuts: Iterable[str]) -> tuple[str, tuple[int, ...]]:
-    """Returns the container and the indices of the blocks that a user named.
-
-    Raises:
-        UnsupportedModelError: if they are not blocks, or are in several containers.
-    """
-    cuts = tuple(cuts)
-    modules = dict(model.named_modules())
-    parents = {cut.rpartition(".")[0] for cut in cuts}
-    for cut in cuts:
-        if cut not in modules or not cut.rpartition(".")[2].isdigit():
-            raise UnsupportedModelError(
-                f"{cut!r} is not a block of {type(model).__name__}.",
-                where="stage_cuts",
-                why="a cut names the first block of a stage, a child of an nn.ModuleList or nn.Sequential",
-                fix="look at model.named_modules()",
-            )
-    if len(parents) != 1:
-        raise UnsupportedModelError(
-            f"The cuts {', '.join(cuts)} are children of {len(parents)} modules.",
-            where="stage_cuts",
-            why="the stages consist of the blocks of one list",
-        )
-    return parents.pop(), tuple(int(cut.rpartition(".")[2]) for cut in cuts)

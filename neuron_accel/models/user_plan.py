@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architecture of a user's own model, from a plan given as a dict of patterns to styles."""
+"""The plan of a user's own model, given as a dict of patterns to styles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from neuron_accel.errors import ConfigurationError, LayoutError, UnsupportedModelError
-from neuron_accel.models.architecture import Architecture
 from neuron_accel.models.plan import ArchitecturePlan, Style, colwise, matches_fqn, named_modules, rowwise, shared
 
 BLOCK = "block"
@@ -19,8 +18,8 @@ BLOCK = "block"
 _MADE = {"rowwise": rowwise, "shared": shared}
 
 
-def given_architecture(model: nn.Module, plan: Mapping[str, str], degree: int) -> Architecture:
-    """Returns the architecture of a model with a user's plan.
+def read_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> dict[str, Any]:
+    """Returns plan, configuration and names of blocks of an :class:`~neuron_accel.models.architecture.Architecture`.
 
     Args:
         model: any model.
@@ -59,10 +58,7 @@ def given_architecture(model: nn.Module, plan: Mapping[str, str], degree: int) -
         sequence="" if blocks else "its plan names no blocks, between which the sequence would be sharded",
     )
     config = SimpleNamespace(model_type=type(model).__name__, **counts)
-    names = _of_one_list(model, blocks)
-    return Architecture(
-        plan=made, config=config, model=model, owner=model, owner_name="", base=model, base_name="", block_names=names
-    )
+    return {"plan": made, "config": config, "block_names": _of_one_list(model, blocks)}
 
 
 def _blocks(model: nn.Module, pattern: str) -> dict[str, nn.Module]:

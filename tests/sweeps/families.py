@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from neuron_accel.models import architecture_of
+from neuron_accel.models import Architecture
 from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Tolerance, Trace, Training, compare, train_alone, train_on_rank
@@ -63,7 +63,7 @@ def check(model_type: str, layouts: list[str]) -> dict[str, str]:
         return dict.fromkeys(layouts, f"{NOT_TRIED[0]}{size:,} parameters")
     if all(layout.startswith("tp") for layout in layouts):
         try:
-            plan_shards(architecture_of(model), 2)
+            plan_shards(Architecture.of(model), 2)
         except Exception as error:
             return dict.fromkeys(layouts, _last_line(error))
     build = functools.partial(_build, model_type)

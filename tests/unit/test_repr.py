@@ -30,6 +30,7 @@ from neuron_accel import (
     testing,
 )
 from neuron_accel.backends.board import LocalBoard
+from neuron_accel.backends.group import Done
 from neuron_accel.engine.runtime.replica_groups import PartitionLimit
 from neuron_accel.loop.profiling import ProfiledEvents
 
@@ -122,25 +123,20 @@ def objects(tmp_path_factory) -> list[object]:
         traffic,
         transfer,
         reducer,
-        reducer._watcher,
         bucket,
         weights,
         sharded,
         layout,
-        run.join.register("an action", int),
         LocalBoard(),
         PartitionLimit(8, "a chip"),
         contract.BufferBroadcast(prepared, run),
-        contract.Done(parameter),
-        contract.FlatGradients(bucket),
+        Done(parameter),
         contract.GradientPart(parameter, ("tp",)),
         contract.Cut(dim=0, axis="tp", degree=2, size=4, blocks=(4,)),
         torch.Tensor._make_wrapper_subclass(contract.LogitsTensor, (2, 4)),
         contract.LayoutSpace(
             config=tiny, world_size=8, global_batch=8, sequence=16, model_groups=(1, 2), ranks_per_host=8
         ),
-        contract.Piece(global_slices=(slice(0, 2),), local_slices=(slice(0, 2),)),
-        contract.Segment(start=0, stop=2, local_start=0),
         contract.PlanContext(mesh=run.mesh, plugins={"zero1": Zero1Plugin()}, capabilities=run.plan.capabilities),
         FullyShardedPlugin.spec,
         contract.RankRandomness(torch.device("cpu"), 1),
@@ -149,12 +145,10 @@ def objects(tmp_path_factory) -> list[object]:
         contract.Stages(axis="pp", blocks=((2,), (2,)), microbatches=4, in_flight=(2, 1), bubble=0.2),
         *sharded_state(optimizer),
         contract.HostCopy(torch.ones(4), [2, 2]),
-        contract.architecture_of(decoder()),
+        contract.Architecture.of(decoder()),
         contract.Style(kind="rowwise"),
-        contract.stack_of(decoder()),
-        contract.SupportReport(model_type="llama", tensor_parallel_size=2, supported=True),
+        contract.Stack.of(decoder()),
         contract.BlockwiseAttention(None),
-        contract.StatePiece(record=records[0], parameter=parameter, start=0, stop=8, group=0),
         contract.WithProductHooks(),
         testing.PeakMemory(),
         testing.RankExit(1),

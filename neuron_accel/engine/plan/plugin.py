@@ -18,7 +18,6 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
@@ -111,6 +110,8 @@ class PluginSpec:
         provides: capabilities that others may require or conflict with.
         claims: responsibilities that only this plugin owns.
         refines: responsibilities that it takes part in without owning them; each then needs an owner.
+        lazy_load: whether each rank keeps a part of the weights, so that models are built without memory for them in
+            `accelerator.model_init`, unless every axis that it adds has one rank.
         reads_weights: whether it reads the weights of a model that was built without memory for them itself, when an
             optimizer is prepared together with the model (:meth:`PreparedModel.read_weights`). What it has not read
             then, ``prepare`` reads in full.
@@ -125,6 +126,7 @@ class PluginSpec:
     provides: frozenset[str] = frozenset()
     claims: frozenset[Claim] = frozenset()
     refines: frozenset[Claim] = frozenset()
+    lazy_load: bool = False
     reads_weights: bool = False
     api_version: int = API_VERSION
 
@@ -333,11 +335,6 @@ class StrategyPlugin(_KnownOptionsOnly):
     @hook("the run begins")
     def setup(self, run: Run) -> None:
         """Called when groups exist, before any model is prepared."""
-
-    @hook("models are built")
-    def model_init(self, run: Run) -> AbstractContextManager[Any]:
-        """Returns a context in which users create models."""
-        return nullcontext()
 
     @hook("models are prepared")
     def initial_weights(self) -> str | os.PathLike[str] | None:

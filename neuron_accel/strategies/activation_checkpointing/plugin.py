@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from neuron_accel.contract import (
+    Architecture,
     BlockwiseAttention,
     ConfigurationError,
     LayoutSpace,
@@ -21,9 +22,7 @@ from neuron_accel.contract import (
     StrategyPlugin,
     UnsupportedModelError,
     UsageError,
-    architecture_of,
     did_you_mean,
-    install_attention,
     matches_fqn,
     wrap_forward,
 )
@@ -109,7 +108,7 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
                 fix="leave out gradient_checkpointing_enable() (in a Trainer: its flag), or the plugin",
             )
         if self.modules == CORE_ATTENTION:
-            undo = install_attention(model.module, BlockwiseAttention(run.backend), _WHERE)
+            undo = BlockwiseAttention(run.backend).install(model.module, _WHERE)
             run.state(self).setdefault("undo", []).append(undo)
             return
         names = [record.fqn for record in model.parameters]
@@ -179,7 +178,7 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if any(not _is_elsewhere(module) for _, module in found):
         return _outermost(found)
     try:
-        return architecture_of(model).blocks
+        return Architecture.of(model).blocks
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"The repeated blocks of {type(model).__name__} are not known.",

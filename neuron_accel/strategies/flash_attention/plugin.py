@@ -14,7 +14,6 @@ from neuron_accel.contract import (
     Phase,
     PluginSpec,
     StrategyPlugin,
-    install_attention,
 )
 from neuron_accel.strategies.flash_attention.nki import nki_attention, why_not_nki, why_not_nki_here
 
@@ -94,7 +93,7 @@ class FlashAttentionPlugin(StrategyPlugin):
             kernel_only=self.kernel == NKI,
             ignores_padding=self.right_padded,
         )
-        run.state(self).setdefault("undo", []).append(install_attention(model.module, attention, _WHERE))
+        run.state(self).setdefault("undo", []).append(attention.install(model.module, _WHERE))
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Describes how attention is computed on this rank."""

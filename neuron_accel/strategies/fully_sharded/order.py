@@ -19,7 +19,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from neuron_accel.contract import DesyncError, reported
+from neuron_accel.contract import DesyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -138,12 +138,10 @@ class UnitOrder:
         )
 
     def _put(self, key: str, note: Any) -> None:
-        with reported("order of modules", f"rank {self._backend.rank}"):
-            self._board.put(f"{self._name}/{key}", json.dumps(note).encode())
+        self._board.put(f"{self._name}/{key}", json.dumps(note).encode())
 
     def _get(self, key: str) -> Any:
-        with reported("order of modules", f"rank {self._backend.rank}"):
-            note = self._board.get(f"{self._name}/{key}")
+        note = self._board.get(f"{self._name}/{key}")
         return None if note is None else json.loads(note)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,7 +11,6 @@ import torch
 # ZeRO-1 is stage 1 of the same method: the optimizer, the shards of gradients and what a loop sees of them, norms,
 # clipping and checkpoints are its.
 from neuron_accel.contract import (
-    WEIGHTS_IN_PASSES,
     Claim,
     ConfigurationError,
     Phase,
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
 CAPABILITY = "gathered-weights"
 """The capability of plugins that neither read nor write values of parameters outside of forward and backward passes, or
-do so through :attr:`ParameterRecord.weights`. Those that provide :data:`WEIGHTS_IN_PASSES` have it too."""
+do so through :attr:`ParameterRecord.weights`. Those that provide ``"weights-in-passes"`` have it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +77,7 @@ class FullyShardedPlugin(Zero1Plugin):
         name="fully_sharded",
         phase=Phase.OPTIMIZER,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
+        lazy_load=True,
         reads_weights=True,
     )
 
@@ -124,7 +123,7 @@ class FullyShardedPlugin(Zero1Plugin):
         others = sorted(
             name
             for name, plugin in context.plugins.items()
-            if name != self.spec.name and not {CAPABILITY, WEIGHTS_IN_PASSES} & plugin.spec.provides
+            if name != self.spec.name and not {CAPABILITY, "weights-in-passes"} & plugin.spec.provides
         )
         if others:
             raise PlanError(
@@ -148,13 +147,6 @@ class FullyShardedPlugin(Zero1Plugin):
                 why="the storage of a tensor cannot be resized on it, so gathered parameters could not be freed",
                 fix="use ZeRO-1 (Zero1Plugin), with tensor parallelism if the weights do not fit",
             ) from error
-
-    def model_init(self, run: Run) -> AbstractContextManager[None]:
-        """Creates models without memory for weights, of which each rank reads its shard when they are prepared together
-        with their optimizer."""
-        from neuron_accel.contract import lazy_load_for_parallelism
-
-        return nullcontext() if run.group(*run.mesh.gradient_axes).size == 1 else lazy_load_for_parallelism()
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Watches the forward and backward passes of the model's units."""

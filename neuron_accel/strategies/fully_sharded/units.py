@@ -23,10 +23,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from neuron_accel.contract import (
+    Architecture,
     ConfigurationError,
     UnsupportedModelError,
     UsageError,
-    architecture_of,
     did_you_mean,
     matches_fqn,
 )
@@ -511,7 +511,7 @@ def _blocks(model: nn.Module, where: str) -> list[tuple[str, nn.Module]]:
     if found:
         return found
     try:
-        return architecture_of(model).blocks
+        return Architecture.of(model).blocks
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"The repeated blocks of {type(model).__name__} are not known.",

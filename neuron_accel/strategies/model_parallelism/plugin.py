@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -60,15 +59,6 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
                     fix="leave it out, or set pipeline_parallel_size; to accumulate gradients use "
                     "gradient_accumulation_steps",
                 )
-
-    def lazy_load(self) -> AbstractContextManager[None]:
-        """A context in which a model for these ranks is created or loaded without memory for its weights; see
-        :func:`~neuron_accel.lazy_load_for_parallelism`."""
-        from neuron_accel.contract import lazy_load_for_parallelism
-
-        return lazy_load_for_parallelism(
-            tensor_parallel_size=self.tensor_parallel_size, pipeline_parallel_size=self.pipeline_parallel_size
-        )
 
     def initial_weights(self) -> str | os.PathLike[str] | None:
         """Loads the weights in ``checkpoint_dir``, if given."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from neuron_accel.contract import Stack, UnsupportedModelError, container_of, stack_of
+from neuron_accel.contract import Stack, UnsupportedModelError
 
 
 def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tuple[Stack, tuple[int, ...]]:
@@ -24,7 +24,7 @@ def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tupl
             or at these blocks.
     """
     if stage_cuts is None:
-        stack = stack_of(model)
+        stack = Stack.of(model)
         _check_count(model, stack, stages)
         return stack, balanced(*costs_of(model, stack), stages)
     if len(stage_cuts) != stages - 1:
@@ -34,8 +34,8 @@ def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tupl
             why="a cut names the first block of every stage but the first",
             fix=f"name {stages - 1} blocks",
         )
-    container, indices = container_of(model, stage_cuts)
-    stack = stack_of(model, container)
+    container, indices = Stack.container_of(model, stage_cuts)
+    stack = Stack.of(model, container)
     _check_count(model, stack, stages)
     starts = (0, *indices)
     if any(a >= b for a, b in itertools.pairwise(starts)):

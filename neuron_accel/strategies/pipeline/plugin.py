@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,6 +58,7 @@ class PipelineParallelPlugin(PipelineOptions):
         phase=Phase.STAGES,
         provides=frozenset({"weights-in-passes"}),
         claims=frozenset({Claim.BACKWARD}),
+        lazy_load=True,
     )
 
     def __post_init__(self) -> None:
@@ -137,12 +137,6 @@ class PipelineParallelPlugin(PipelineOptions):
         in_order = [own[index] for index in range(self.virtual_stages) for own in sizes]
         cuts = tuple(f"{blocks}.{start}" for start in itertools.accumulate(in_order[:-1]))
         return dataclasses.replace(self, stage_cuts=cuts, num_microbatches=microbatches)
-
-    def model_init(self, run: Run) -> AbstractContextManager[None]:
-        """Creates models without memory for weights."""
-        from neuron_accel.contract import lazy_load_for_parallelism
-
-        return lazy_load_for_parallelism(pipeline_parallel_size=self.pipeline_parallel_size)
 
     def setup(self, run: Run) -> None:
         """Declares that stages run different graphs."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +25,8 @@ from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.contract import PreparedModel, Run, SupportReport
+    from neuron_accel.contract import PreparedModel, Run
+    from neuron_accel.strategies.tensor_parallel.support import SupportReport
 
 _SMALL = 1 << 16
 """Elements of the largest parameter that is compared: embeddings that are not sharded would take time."""
@@ -44,8 +44,7 @@ class TensorParallelOptions(StrategyPlugin):
             without gathering logits. They are not sharded if the model's ``forward`` was replaced on the object, as
             some trainers do to fuse head and loss, because it may read the head's weight directly.
         tensor_parallel_plan: how to shard a model of your own: FQN patterns of linear layers and attributes, and their
-            styles; see :func:`~neuron_accel.models.given_architecture`. To register a plan for a class, use
-            :func:`~neuron_accel.models.register_tensor_parallel_plan`.
+            styles; see :func:`~neuron_accel.register_tensor_parallel_plan`, which registers a plan for a class.
     """
 
     tensor_parallel_size: int = 1
@@ -74,7 +73,7 @@ class TensorParallelPlugin(TensorParallelOptions):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="tensor_parallel", phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
+        name="tensor_parallel", phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"}), lazy_load=True
     )
 
     def axes(self) -> tuple[AxisSpec, ...]:
@@ -84,17 +83,6 @@ class TensorParallelPlugin(TensorParallelOptions):
     def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
         """Every size of group that the machine can form."""
         return [cls(tensor_parallel_size=size) for size in space.model_groups if space.replicas % size == 0]
-
-    def lazy_load(self) -> AbstractContextManager[None]:
-        """A context in which a model for these ranks is created or loaded without memory for its weights; see
-        :func:`~neuron_accel.lazy_load_for_parallelism`."""
-        from neuron_accel.contract import lazy_load_for_parallelism
-
-        return lazy_load_for_parallelism(tensor_parallel_size=self.tensor_parallel_size)
-
-    def model_init(self, run: Run) -> AbstractContextManager[None]:
-        """Creates models without memory for weights."""
-        return nullcontext() if self.tensor_parallel_size == 1 else self.lazy_load()
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Shards attention, feed-forward and vocabulary.
@@ -106,18 +94,13 @@ class TensorParallelPlugin(TensorParallelOptions):
         degree = run.mesh.degree(AXIS)
         if degree == 1:
             return
-        from neuron_accel.contract import architecture_of, given_architecture, registered_plans
+        from neuron_accel.contract import Architecture
         from neuron_accel.strategies.tensor_parallel.rewrite import rewrite
         from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 
-        given = self.tensor_parallel_plan
-        given = registered_plans().find(model.module) if given is None else given
-        architecture = (
-            architecture_of(model.module) if given is None else given_architecture(model.module, given, degree)
-        )
+        architecture = Architecture.planned(model.module, self.tensor_parallel_plan, degree)
         # A forward that was replaced on the object (a fused head and loss) may read the head's weight directly.
-        own_forward = "forward" not in vars(model.module)
-        embeddings = self.parallelize_embeddings and given is None and own_forward
+        embeddings = self.parallelize_embeddings and "forward" not in vars(model.module)
         rewrite(architecture, plan_shards(architecture, degree, parallelize_embeddings=embeddings), model, run)
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
@@ -148,13 +131,14 @@ class TensorParallelPlugin(TensorParallelOptions):
             tensor_parallel_size: the degree to check.
             parallelize_embeddings: as in the plugin.
         """
-        from neuron_accel.contract import SupportReport, architecture_of, model_without_weights
+        from neuron_accel.contract import Architecture, model_without_weights
         from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards, sizes_of
+        from neuron_accel.strategies.tensor_parallel.support import SupportReport
 
         model = model_without_weights(config)
         asked: dict[str, Any] = {"model_type": config.model_type, "tensor_parallel_size": tensor_parallel_size}
         try:
-            architecture = architecture_of(model)
+            architecture = Architecture.of(model)
             shard_plans = plan_shards(architecture, tensor_parallel_size, parallelize_embeddings=parallelize_embeddings)
         except NeuronAccelError as error:
             return SupportReport(**asked, supported=False, reason=str(error))

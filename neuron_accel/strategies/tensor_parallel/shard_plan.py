@@ -70,7 +70,7 @@ def plan_shards(architecture: Architecture, degree: int, *, parallelize_embeddin
     shard_plans += _tables(architecture, splits, degree)
     _check_padding(architecture, shard_plans, splits)
     _check_covered(architecture, shard_plans)
-    if parallelize_embeddings:
+    if parallelize_embeddings and architecture.plan.token_embedding:
         shard_plans += _vocabulary(architecture, degree)
     return shard_plans
 

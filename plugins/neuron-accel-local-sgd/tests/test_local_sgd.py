@@ -12,7 +12,7 @@ from neuron_accel_local_sgd.wire import BLOCK, decode, encode
 from torch import nn
 
 from neuron_accel import NeuronAccelerator, Zero1Plugin
-from neuron_accel.contract import ConfigurationError, PlanError, PluginError, StrategyPlugin, UsageError
+from neuron_accel.contract import ConfigurationError, NeuronAccelError, PlanError, StrategyPlugin, UsageError
 from neuron_accel.testing import RanksError, Trace, Training, compare, run_ranks, train_alone, train_on_rank
 
 PLAIN = Training(optimizer=sgd)
@@ -336,7 +336,7 @@ def test_options_that_make_no_sense(options, text):
 def test_a_class_by_name_is_refused_where_only_entry_points_are_trusted(monkeypatch):
     monkeypatch.setenv("NEURON_ACCEL_TRUST", "entry-points")
     LocalSGDPlugin(islands=2, inner_steps=4, outer_optimizer="Adam", outer_options={"lr": 0.1})
-    with pytest.raises(PluginError, match="would import 'not_imported'"):
+    with pytest.raises(NeuronAccelError, match="would import 'not_imported'"):
         LocalSGDPlugin(islands=2, inner_steps=4, outer_optimizer="not_imported:Class", outer_options={})
 
 

@@ -69,11 +69,6 @@ def cases() -> dict[str, Case]:
     found["all-to-all uneven"] = Case(
         run=lambda x, b, g: autograd.all_to_all_uneven(x, b, g, *uneven(g.index, g.size)), define=uneven_definition
     )
-    for shift in (1, -1, 2, 5):
-        found[f"permute {shift}"] = Case(
-            run=lambda x, b, g, s=shift: autograd.permute(x, b, g, s),
-            define=lambda xs, s=shift: [xs[(r - s) % len(xs)] for r in range(len(xs))],
-        )
     for dim in (0, 1, -1):
         found[f"gather, chunk, {dim}"] = Case(
             run=lambda x, b, g, d=dim: autograd.gather_from_group(x, b, g, d),
@@ -174,7 +169,7 @@ def differentiate_twice() -> None:
     backend = TorchBackend.connect()
     n, rank = backend.world_size, backend.rank
     group = backend.new_group([range(n)], "tp")
-    for name in ("copy", "reduce-scatter 1", "gather, reduce-scatter, -1", "all-to-all 0 1", "permute 1", "chunk 0"):
+    for name in ("copy", "reduce-scatter 1", "gather, reduce-scatter, -1", "all-to-all 0 1", "chunk 0"):
         case = cases()[name]
         ref = leaves(case, n, torch.float32)
         results = case.define([x.permute(2, 1, 0) for x in ref])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from neuron_accel import ModelParallelismPlugin, NeuronAccelerator
+from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, TensorParallelPlugin
 from neuron_accel.errors import NeuronAccelError
 from neuron_accel.lazy import lazy_load_for_parallelism
 from neuron_accel.testing import run_ranks
@@ -163,21 +163,28 @@ def test_what_cannot_be_filled_is_refused_on_every_rank(tmp_path):
 
 
 def _with_context(folder: str) -> None:
-    plugin = ModelParallelismPlugin(tensor_parallel_size=2)
-    accelerator = NeuronAccelerator(plugins=[plugin])
-    for context in (plugin.lazy_load(), accelerator.model_init()):
-        with context:
-            model = AutoModelForCausalLM.from_pretrained(folder)
-        assert model.lm_head.weight.device.type == "meta"
-        weights = accelerator.get_state_dict(accelerator.prepare(model))
-        if accelerator.is_main_process:
-            for name, value in _load(folder, lazy=False).state_dict().items():
-                assert torch.equal(weights[name], value)
+    accelerator = NeuronAccelerator(plugins=[ModelParallelismPlugin(tensor_parallel_size=2)])
+    with accelerator.model_init():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight.device.type == "meta"
+    weights = accelerator.get_state_dict(accelerator.prepare(model))
+    if accelerator.is_main_process:
+        for name, value in _load(folder, lazy=False).state_dict().items():
+            assert torch.equal(weights[name], value)
 
 
-def test_a_plugin_and_an_accelerator_know_the_context(tmp_path):
+def _without_parts(folder: str) -> None:
+    """Where no plugin keeps a part of the weights on a rank, models are built as usual."""
+    accelerator = NeuronAccelerator(plugins=[TensorParallelPlugin(tensor_parallel_size=1)])
+    with accelerator.model_init():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight.device.type == "cpu"
+
+
+def test_an_accelerator_knows_whether_models_are_built_without_memory(tmp_path):
     _model("llama").save_pretrained(tmp_path)
     run_ranks(_with_context, 2, str(tmp_path))
+    run_ranks(_without_parts, 2, str(tmp_path))
 
 
 def _then_load(folder: str) -> None:

@@ -75,7 +75,6 @@ def test_collectives_of_one_rank_return_their_input(alone):
         lambda x, b, g: autograd.reduce_scatter_to_group(x, b, g, 0),
         lambda x, b, g: autograd.all_to_all(x, b, g, 0, 1),
         lambda x, b, g: autograd.all_to_all_uneven(x, b, g, [2], [2]),
-        lambda x, b, g: autograd.permute(x, b, g, 1),
     ],
 )
 def test_a_group_of_one_leaves_no_trace_in_the_graph(alone, collective):

@@ -16,7 +16,7 @@ from neuron_accel import ModelParallelismPlugin, PipelineParallelPlugin, TensorP
 from neuron_accel.engine.plan.planner import make_plan
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
-from neuron_accel.models.stages import stack_of
+from neuron_accel.models.stages import Stack
 from neuron_accel.strategies.pipeline.cuts import balanced, cost, cut
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad, Later
 from neuron_accel.strategies.pipeline.microbatches import LossWeights, convert, split
@@ -121,7 +121,7 @@ def test_a_large_head_takes_the_place_of_blocks():
     ],
 )
 def test_families_are_cut_by_their_plans(model_fn, container, before, after):
-    stack = stack_of(model_fn())
+    stack = Stack.of(model_fn())
     assert (stack.container, stack.blocks, stack.before, stack.after) == (container, 4, before, after)
     parts = dict(stack.stages_of((0, 1)))
     assert parts[before[0]] == 0
@@ -132,7 +132,7 @@ def test_a_parameter_that_no_stage_can_own_is_refused():
     model = llama()
     model.model.scale = nn.Parameter(torch.ones(1))
     with pytest.raises(UnsupportedModelError, match=r"model\.scale"):
-        stack_of(model)
+        Stack.of(model)
 
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from neuron_accel.engine.runtime.run import PreparedModel
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.errors import LayoutError, PlanError, UnsupportedModelError
-from neuron_accel.models import architecture_of, colwise, known_model_types, plan_for
-from neuron_accel.models.architecture import Architecture
+from neuron_accel.models import Architecture, colwise, known_model_types, plan_for
 from neuron_accel.models.plan import matches_fqn
 from neuron_accel.strategies.data_parallel.plugin import DataParallelPlugin
 from neuron_accel.strategies.model_parallelism.plugin import ModelParallelismPlugin
@@ -50,7 +49,7 @@ def _gpt2(**options) -> GPT2LMHeadModel:
 
 
 def _layouts(model: nn.Module, degree: int, **options) -> dict[str, Layout]:
-    divisions = plan_shards(architecture_of(model), degree, **options)
+    divisions = plan_shards(Architecture.of(model), degree, **options)
     return {f"{d.fqn}.{name}": layout for d in divisions for name, layout in d.layouts.items()}
 
 
@@ -91,7 +90,7 @@ def test_every_known_family_is_found_by_its_name() -> None:
 )
 def test_where_the_parts_of_a_model_are(model, base_name: str, head: str | None) -> None:
     model = model()
-    architecture = architecture_of(model)
+    architecture = Architecture.of(model)
     assert architecture.base_name == base_name
     assert model.get_submodule(base_name) is architecture.base
     assert (architecture.head or (None,))[0] == head
@@ -108,12 +107,12 @@ def test_where_the_parts_of_a_model_are(model, base_name: str, head: str | None)
 
 def test_models_without_a_plan() -> None:
     with pytest.raises(UnsupportedModelError, match="No plan is known for Linear"):
-        architecture_of(nn.Linear(2, 2))
+        Architecture.of(nn.Linear(2, 2))
     with pytest.raises(UnsupportedModelError, match="model type 'xlm' of XLMModel") as error:
-        architecture_of(XLMModel(XLMConfig(emb_dim=8, n_layers=1, n_heads=2)))
+        Architecture.of(XLMModel(XLMConfig(emb_dim=8, n_layers=1, n_heads=2)))
     assert all(name in error.value.fix for name in known_model_types())
     with pytest.raises(UnsupportedModelError, match="add_cross_attention=True"):
-        architecture_of(_gpt2(add_cross_attention=True))
+        Architecture.of(_gpt2(add_cross_attention=True))
 
 
 # ---- divisions -------------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ def test_linear_attention_is_replicated_if_its_heads_do_not_divide() -> None:
     linear = {name for name in _layouts(model, 4) if ".linear_attn." in name}
     assert not linear
     assert any(".self_attn." in name for name in _layouts(model, 4))
-    assert not any("linear_attn" in name for name, _ in architecture_of(model).at(4).regions)
+    assert not any("linear_attn" in name for name, _ in Architecture.of(model).at(4).regions)
 
 
 def test_a_second_table_of_tokens_is_sharded_too() -> None:
@@ -173,7 +172,7 @@ def test_embeddings_can_be_replicated() -> None:
 def test_every_weight_of_a_region_is_sharded(model) -> None:
     model = model()
     layouts = _layouts(model, 2)
-    for region, module in architecture_of(model).regions:
+    for region, module in Architecture.of(model).regions:
         for name, parameter in module.named_parameters():
             layout = layouts[f"{region}.{name}"]
             assert layout.shape == parameter.shape
@@ -193,7 +192,7 @@ _SIX = {"hidden_size": 48, "num_attention_heads": 6}
 )
 def test_what_does_not_divide(options: dict, degree: int, message: str, fix: str) -> None:
     with pytest.raises(LayoutError, match=message) as error:
-        plan_shards(architecture_of(_llama(**options)), degree)
+        plan_shards(Architecture.of(_llama(**options)), degree)
     assert error.value.fix == f"choose tensor_parallel_size from: {fix}"
     assert f"tensor_parallel_size={degree}" in error.value.where
 
@@ -226,7 +225,7 @@ def test_heads_that_do_not_divide_are_padded_with_those_that_share_a_key() -> No
 def test_features_are_padded_where_zero_stays_zero() -> None:
     assert _layouts(_llama(intermediate_size=42), 4)["model.layers.0.mlp.up_proj.weight"].local_shape == (11, 32)
     with pytest.raises(LayoutError, match="not evenly divisible") as error:
-        plan_shards(architecture_of(_llama(intermediate_size=42, hidden_act="sigmoid")), 4)
+        plan_shards(Architecture.of(_llama(intermediate_size=42, hidden_act="sigmoid")), 4)
     assert "activation" in error.value.why
     assert _layouts(_gpt2(n_inner=30), 4)["transformer.h.0.mlp.c_fc.weight"].local_shape == (32, 8)
     assert _layouts(_gpt2(), 8)["transformer.h.0.mlp.c_fc.weight"].local_shape == (32, 16)
@@ -285,36 +284,36 @@ def test_modules_that_are_not_what_the_plan_takes_them_for() -> None:
     model = _llama()
     model.model.layers[1].self_attn.q_proj = _Quantised(32, 32)
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.q_proj' is a _Quantised"):
-        plan_shards(architecture_of(model), 2)
+        plan_shards(Architecture.of(model), 2)
 
     model = _llama()
     model.model.layers[0].mlp.up_proj.forward = lambda x: x
     with pytest.raises(UnsupportedModelError, match="up_proj"):
-        plan_shards(architecture_of(model), 2)
+        plan_shards(Architecture.of(model), 2)
 
     model = _llama()
     model.model.embed_tokens = _Scaled(50, 32)
-    plan_shards(architecture_of(model), 2)
+    plan_shards(Architecture.of(model), 2)
     model.model.embed_tokens = _Shifted(50, 32)
     with pytest.raises(UnsupportedModelError, match="not a plain Embedding") as error:
-        plan_shards(architecture_of(model), 2)
+        plan_shards(Architecture.of(model), 2)
     assert "parallelize_embeddings=False" in error.value.fix
-    plan_shards(architecture_of(model), 2, parallelize_embeddings=False)
+    plan_shards(Architecture.of(model), 2, parallelize_embeddings=False)
 
     model = _llama()
     model.model.layers[0].mlp.gate = nn.Linear(32, 1)
     with pytest.raises(UnsupportedModelError, match=r"The parameter '.*mlp\.gate"):
-        plan_shards(architecture_of(model), 2)
+        plan_shards(Architecture.of(model), 2)
 
     model = _llama()
     for layer in model.model.layers:
         del layer.mlp.up_proj
     with pytest.raises(UnsupportedModelError, match=r"no module 'layers\.\*\.mlp\.up_proj'"):
-        plan_shards(architecture_of(model), 2)
+        plan_shards(Architecture.of(model), 2)
 
 
 def test_a_style_that_nothing_handles() -> None:
-    architecture = architecture_of(_llama())
+    architecture = Architecture.of(_llama())
     styles = {**architecture.plan.styles, "layers.*.mlp.up_proj": replace(colwise(), kind="diagonal")}
     with pytest.raises(UnsupportedModelError, match="style 'diagonal' of 'model"):
         plan_shards(replace(architecture, plan=replace(architecture.plan, styles=styles)), 2)

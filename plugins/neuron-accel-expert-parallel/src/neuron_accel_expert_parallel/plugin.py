@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -66,6 +65,7 @@ class ExpertParallelPlugin(StrategyPlugin):
         phase=Phase.LAYOUT,
         after=frozenset({"tensor_parallel"}),
         provides=frozenset({"gathered-weights"}),
+        lazy_load=True,
     )
 
     @classmethod
@@ -98,12 +98,6 @@ class ExpertParallelPlugin(StrategyPlugin):
     def setup(self, run: Run) -> None:
         run.group(AXIS)  # created now, in the same order on every rank
         run.group(*run.mesh.gradient_axes)
-
-    def model_init(self, run: Run) -> AbstractContextManager[None]:
-        """Creates models without memory for weights; each rank then reads its own experts only."""
-        from neuron_accel import lazy_load_for_parallelism
-
-        return nullcontext() if run.mesh.degree(AXIS) == 1 else lazy_load_for_parallelism()
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Keeps this rank's experts.

@@ -24,7 +24,6 @@ from neuron_accel.contract import (
     Phase,
     PluginSpec,
     StrategyPlugin,
-    reported,
 )
 
 if TYPE_CHECKING:
@@ -257,12 +256,10 @@ class Meetings(Observer):
 
     # ---- the board ---------------------------------------------------------------------------------------------------
     def _put(self, key: str, note: bytes) -> None:
-        with reported("desync guard", f"rank {self._rank}"):
-            self._board.put(f"desync/{key}", note)
+        self._board.put(f"desync/{key}", note)
 
     def _get(self, key: str) -> bytes | None:
-        with reported("desync guard", f"rank {self._rank}"):
-            return self._board.get(f"desync/{key}")
+        return self._board.get(f"desync/{key}")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import ConfigurationError, NeuronAccelError, Phase, PluginSpec, StrategyPlugin
 from neuron_accel_report.live import Display, make_display
 from neuron_accel_report.recorder import Measured, Recorder, Scalars
 from neuron_accel_report.records import (
@@ -350,7 +350,7 @@ class Report:
         if self._board is not None:
             try:
                 self._exchange(step, self._board)
-            except RuntimeError:  # the rank that keeps the board has ended
+            except NeuronAccelError:  # the rank that keeps the board has ended
                 self._board = None
 
     def _exchange(self, step: Step, board: Board) -> None:

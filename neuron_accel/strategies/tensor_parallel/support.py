@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports whether the model of a configuration can be sharded, without creating weights."""
+"""Whether the model of a configuration can be sharded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +42,3 @@ class SupportReport:
             f"{title}: supported. {self.sharded:,} elements sharded, {self.replicated:,} replicated, "
             f"{self.local:,} on each; {sequence}"
         )
-
-
-def model_without_weights(config: Any) -> nn.Module:
-    """Returns the causal language model of a configuration, on the meta device."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
