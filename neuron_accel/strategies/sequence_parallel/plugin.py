@@ -26,9 +26,9 @@ from neuron_accel.contract import (
     UsageError,
     join_fqn,
 )
+from neuron_accel.strategies.tensor_parallel.cuts import AXIS
 from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
 from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_first, change_output, replace_hidden
-from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
 from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRegion
 
 if TYPE_CHECKING:

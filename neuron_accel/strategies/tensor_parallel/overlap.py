@@ -196,12 +196,12 @@ class _GatherAndMultiply(torch.autograd.Function):
         of_hidden: Any = None
         if wants_input:
             total = of_full if of_cast is None else _plus(of_full, of_cast.to(ctx.input_dtype))
-            mine = False  # whether the memory of total may be reused
+            reusable = False  # whether the memory of total may be reused
             for gradient, weight in zip(of_products, weights, strict=True):
                 if gradient is not None:
                     term = (gradient @ weight).to(ctx.input_dtype)
-                    total = total.add_(term) if mine and total is not None else _plus(total, term)
-                    mine = not torch.is_grad_enabled()
+                    total = total.add_(term) if reusable and total is not None else _plus(total, term)
+                    reusable = not torch.is_grad_enabled()
             of_hidden = _start_reduce_scatter(total, ctx)
         x: Any = kept
         if again is not None:

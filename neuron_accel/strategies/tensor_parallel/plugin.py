@@ -20,7 +20,7 @@ from neuron_accel.contract import (
     global_norm,
     unsharded_gradients,
 )
-from neuron_accel.strategies.tensor_parallel.shard_plan import AXIS
+from neuron_accel.strategies.tensor_parallel.cuts import AXIS
 
 if TYPE_CHECKING:
     import torch
@@ -111,9 +111,9 @@ class TensorParallelPlugin(TensorParallelOptions):
         copies = [p for group in optimizer.param_groups for p in group["params"] if _is_copy(p, run)]
         of_shards = getattr(optimizer, "gradient_parts", None)
         parts = unsharded_gradients(copies, run) if of_shards is None else of_shards(copies)
-        mine = [GradientPart(part.tensor, ()) for part in parts if part.tensor is not None]
-        if mine:
-            run.shared_inputs.add_gradients(global_norm(mine, run))  # over no axis: nothing is sent
+        unsharded = [GradientPart(part.tensor, ()) for part in parts if part.tensor is not None]
+        if unsharded:
+            run.shared_inputs.add_gradients(global_norm(unsharded, run))  # over no axis: nothing is sent
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Shows what the sharded modules communicate."""
@@ -139,10 +139,10 @@ class TensorParallelPlugin(TensorParallelOptions):
         asked: dict[str, Any] = {"model_type": config.model_type, "tensor_parallel_size": tensor_parallel_size}
         try:
             architecture = Architecture.of(model)
-            shard_plans = plan_shards(architecture, tensor_parallel_size, parallelize_embeddings=parallelize_embeddings)
+            styles = plan_shards(architecture, tensor_parallel_size, parallelize_embeddings=parallelize_embeddings)
         except NeuronAccelError as error:
             return SupportReport(**asked, supported=False, reason=str(error))
-        sizes: dict[str, Any] = {**sizes_of(model, shard_plans)}
+        sizes: dict[str, Any] = {**sizes_of(model, styles)}
         return SupportReport(**asked, supported=True, sequence=architecture.plan.sequence, **sizes)
 
 

@@ -209,9 +209,9 @@ class _CrossEntropy(torch.autograd.Function):
         work -= backend.all_reduce(work.amax(-1), group, "max").unsqueeze(-1)
 
         index = target - vocabulary.start(local.device)
-        mine = (index >= 0) & (index < vocabulary.local_size)
-        index = index.masked_fill(~mine, 0).unsqueeze(-1)
-        terms = [work.gather(-1, index).squeeze(-1).masked_fill(~mine, 0)]
+        inside = (index >= 0) & (index < vocabulary.local_size)
+        index = index.masked_fill(~inside, 0).unsqueeze(-1)
+        terms = [work.gather(-1, index).squeeze(-1).masked_fill(~inside, 0)]
         if smoothing:
             terms.append((work if padding is None else work.masked_fill(padding, 0)).sum(-1))
         work.exp_()
@@ -223,19 +223,19 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing:
             losses = (1 - smoothing) * losses + smoothing * (log_total - of_all[0] / vocabulary.size)
         work /= total.unsqueeze(-1)
-        ctx.save_for_backward(work, index, mine, counts)
+        ctx.save_for_backward(work, index, inside, counts)
         ctx.padding, ctx.dtype, ctx.smoothing, ctx.size = padding, local.dtype, smoothing, vocabulary.size
         return losses.masked_fill(~counts, 0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        softmax, index, mine, counts = ctx.saved_tensors
+        softmax, index, inside, counts = ctx.saved_tensors
         # masked_fill instead of a product: the gradient is infinite if there are no targets, and must be 0 for ignored
         # ones.
         gradient = gradient.masked_fill(~counts, 0).unsqueeze(-1)
         result = softmax * gradient
-        hit = (1 - ctx.smoothing) * gradient.squeeze(-1).masked_fill(~mine, 0).unsqueeze(-1)
+        hit = (1 - ctx.smoothing) * gradient.squeeze(-1).masked_fill(~inside, 0).unsqueeze(-1)
         result.scatter_add_(-1, index, -hit)
         if ctx.smoothing:
             uniform = ctx.smoothing / ctx.size * gradient
