@@ -129,14 +129,14 @@ def lazy_load_for_parallelism(
 
     owners: dict[nn.Module, None] = {}
 
-    def note(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    def find_owner(module: nn.Module, name: str, child: nn.Module | None) -> None:
         if hasattr(type(module), "base_model_prefix"):
             owners.setdefault(module)
 
     with ExitStack() as stack:
         for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
             stack.callback(register(mark).remove)
-        stack.callback(register_module_module_registration_hook(note).remove)
+        stack.callback(register_module_module_registration_hook(find_owner).remove)
         stack.enter_context(_set(_IN_TURN, "1"))
         stack.enter_context(_Values(recording, stack.enter_context(Recorder(recording))))
         yield

@@ -103,10 +103,10 @@ def related(view: View, base: View) -> list[tuple[int | None, int]] | None:
     rest = view.offset - base.offset
     for dim in _outer_first(base):
         start, rest = divmod(rest, base.stride[dim])
-        mine = along.pop(base.stride[dim], None)
-        if start + (1 if mine is None else view.size[mine]) > base.size[dim]:
+        axis = along.pop(base.stride[dim], None)
+        if start + (1 if axis is None else view.size[axis]) > base.size[dim]:
             return None
-        result[dim] = (mine, start)
+        result[dim] = (axis, start)
     return None if along or rest else result
 
 

@@ -58,7 +58,7 @@ class Architecture:
                 fix=f"use a model of one of these families: {', '.join(known_model_types())}",
             )
         owner_name, owner = found
-        prefix = _name_of_base(owner)
+        prefix = name_of_base(owner)
         base = owner.get_submodule(prefix)
         config: Any = base.config
         plan = plan_for(config.model_type) or upstream_plan(owner, base)
@@ -170,7 +170,7 @@ class Architecture:
         return found[0]
 
 
-def _name_of_base(owner: nn.Module) -> str:
+def name_of_base(owner: nn.Module) -> str:
     """Returns the name of the base model in a model of transformers; empty if it is the base model itself."""
     prefix: Any = owner.base_model_prefix
     if prefix and isinstance(getattr(owner, prefix, None), nn.Module):

@@ -46,7 +46,7 @@ class _Table:
     def is_embedding(self) -> bool:
         return issubclass(self.cls, nn.Embedding)
 
-    def stand_in(self, parameters: dict[str, nn.Parameter]) -> nn.Module:
+    def plain_layer(self, parameters: dict[str, nn.Parameter]) -> nn.Module:
         """Returns a plain layer with these parameters.
 
         Raises:
@@ -104,8 +104,8 @@ class Resize:
         for before_reshape in run.hooks["before_reshape"]:
             before_reshape(self._record, run)
         full = {r.fqn: nn.Parameter(self._full(r), requires_grad=False) for r, *_ in self._records()}
-        stand_ins = {table.fqn: table.stand_in(self._of(table, full)) for table in self._tables}
-        resized = self._resize(stand_ins, full, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        plain_layers = {table.fqn: table.plain_layer(self._of(table, full)) for table in self._tables}
+        resized = self._resize(plain_layers, full, new_num_tokens, pad_to_multiple_of, mean_resizing)
         for r, table, name in self._records():
             self._shard(r, resized[table.fqn].get_parameter(name).detach())
         for table in self._tables:
@@ -142,32 +142,32 @@ class Resize:
         return value
 
     def _resize(
-        self, stand_ins: dict[str, nn.Module], full: dict[str, nn.Parameter], *arguments: Any
+        self, plain_layers: dict[str, nn.Module], full: dict[str, nn.Parameter], *arguments: Any
     ) -> dict[str, nn.Module]:
         """Calls the model's own method with layers that have the full tables and temporarily replace those of this
         rank. Returns the resized layers. Collective."""
         tied = [(*slot, full[record.fqn]) for record, *_ in self._records() for slot in self._slots(record)]
-        standing = {fqn: _child(self._model, fqn) for fqn in stand_ins}
+        standing = {fqn: _child(self._model, fqn) for fqn in plain_layers}
         resized: dict[str, nn.Module] = {}
         error = None
         try:
             for holder, name, _, table in tied:
                 holder.register_parameter(name, table)
-            for fqn, stand_in in stand_ins.items():
+            for fqn, plain in plain_layers.items():
                 if standing[fqn] is None:
                     raise UnsupportedModelError(
                         f"The vocabulary cannot be resized: {fqn!r} is on another pipeline stage.",
                         fix="call resize_token_embeddings before `prepare`",
                     )
-                _put(self._model, fqn, stand_in)
+                self._model.set_submodule(fqn, plain)
             type(self._owner).resize_token_embeddings(self._owner, *arguments)
-            resized = {fqn: self._model.get_submodule(fqn) for fqn in stand_ins}
+            resized = {fqn: self._model.get_submodule(fqn) for fqn in plain_layers}
         except Exception as e:
             error = e
         finally:
             for fqn, module in standing.items():
                 if module is not None:
-                    _put(self._model, fqn, module)
+                    self._model.set_submodule(fqn, module)
             for holder, name, parameter, _ in tied:
                 holder.register_parameter(name, parameter)
         failures = self._run.backend.all_gather_object(None if error is None else repr(error), self._run.world)
@@ -214,11 +214,6 @@ def _child(model: nn.Module, fqn: str) -> nn.Module | None:
         return model.get_submodule(fqn)
     except AttributeError:
         return None  # it is on another stage
-
-
-def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    parent, _, name = fqn.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
 
 
 def install_resize(model: PreparedModel, run: Run) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from neuron_accel.errors import UnsupportedModelError
-from neuron_accel.models.architecture import family_inside, join_fqn
+from neuron_accel.models.architecture import family_inside, join_fqn, name_of_base
 from neuron_accel.models.catalog import plan_for
 
 
@@ -119,9 +119,8 @@ def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     if found is None:
         raise _no_plan(model, "it contains no model with a configuration that names its family")
     name, owner = found
-    prefix: Any = owner.base_model_prefix
-    base: Any = getattr(owner, prefix, None) if prefix else None
-    base_name, base = (join_fqn(name, prefix), base) if isinstance(base, nn.Module) else (name, owner)
+    base_name = join_fqn(name, name_of_base(owner))
+    base: Any = model.get_submodule(base_name)
     steps = getattr(base.config, "base_model_pp_plan", None) or getattr(base, "_pp_plan", None)
     modules = dict(base.named_modules())
     if steps:

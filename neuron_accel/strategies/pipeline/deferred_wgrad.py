@@ -89,12 +89,12 @@ class DeferredWgrad(TorchFunctionMode):
             found = None
         if found is not None and self.later is not None and _can_wait(found[0], found[1]):
             x, weight, bias, turned = found
-            return _Projection.apply(x, bias, _Deferred(weight, turned, self.later))
+            return _Projection.apply(x, bias, _DeferredWgrad(weight, turned, self.later))
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
-class _Deferred:
+class _DeferredWgrad:
     """A weight, whether it is stored as [in, out], and the object that collects its gradient."""
 
     weight: nn.Parameter
@@ -116,7 +116,7 @@ class _Projection(torch.autograd.Function):
     which would otherwise call the hooks of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, deferred: _Deferred) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, deferred: _DeferredWgrad) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.deferred = deferred
         ctx.bias_dtype = None if bias is None else bias.dtype

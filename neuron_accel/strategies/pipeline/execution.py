@@ -295,11 +295,11 @@ class RingExecution(Execution):
         pairs = [(send, receive) for send, receive in pairs if send.kind is kind]
         if not pairs:
             return
-        mine = None
+        own = None
         for send, _ in pairs:
             if self._schedule.rank_of(send.stage) == self._rank:
-                mine = self._leaving.pop((send.kind, send.stage, send.microbatch), None)
-        arrived = self._ring.shift(mine, parts, shift)
+                own = self._leaving.pop((send.kind, send.stage, send.microbatch), None)
+        arrived = self._ring.shift(own, parts, shift)
         for _, receive in pairs:
             if self._schedule.rank_of(receive.stage) == self._rank:
                 self._arriving[receive.kind, receive.stage, receive.microbatch] = arrived

@@ -147,18 +147,18 @@ class RingShift:
         """Returns the form of the tensors for ``key``, a kind of batch; None if it is not known yet."""
         return self._forms.get(key)
 
-    def learn(self, key: Hashable, mine: Form | None) -> Form | None:
+    def learn(self, key: Hashable, own: Form | None) -> Form | None:
         """Sends the form for ``key`` from the rank of the first stage to all ranks. Collective.
 
         Args:
             key: the kind of batch.
-            mine: the form on the rank of the first stage; None if it failed, and on the other ranks.
+            own: the form on the rank of the first stage; None if it failed, and on the other ranks.
 
         Returns:
             The form; None if the first stage failed on all replicas.
         """
-        told = self._backend.all_gather_object(mine, self._everyone)
-        form = next((form for form in told if form is not None), None)
+        forms = self._backend.all_gather_object(own, self._everyone)
+        form = next((form for form in forms if form is not None), None)
         if form is not None:
             self._forms[key] = form
         return form

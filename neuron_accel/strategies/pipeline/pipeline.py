@@ -230,13 +230,13 @@ class Pipeline:
         loss = torch.zeros((), device=self._run.device) if loss is None else loss
         if not self._host_reads:
             return self._agree_beside_the_device(failure, group, loss, kind)
-        told = loss.new_zeros((self._replicas.size, 3))  # a row for each pipeline
+        rows = loss.new_zeros((self._replicas.size, 3))  # a row for each pipeline
         row = self._replicas.index
-        told[row] = torch.stack([loss, loss.new_tensor(float(kind)), loss.new_tensor(float(failure is not None))])
-        told = self._run.backend.all_reduce(told, group)
-        if told[:, 2].any():
+        rows[row] = torch.stack([loss, loss.new_tensor(float(kind)), loss.new_tensor(float(failure is not None))])
+        rows = self._run.backend.all_reduce(rows, group)
+        if rows[:, 2].any():
             self._raise(failure, group)
-        return told[row, 0], int(told[row, 1])
+        return rows[row, 0], int(rows[row, 1])
 
     def _agree_beside_the_device(
         self, failure: Failure | None, group: Group, loss: torch.Tensor, kind: int
@@ -244,19 +244,19 @@ class Pipeline:
         """:meth:`_agree` for devices on which reading a value is expensive."""
         if not self._run.backend.has_values and self._group.index < self._group.size - 1:
             kind = expected_kind(self._model)  # the last rank, which knows it, does not exist
-        told = self._run.backend.all_gather_object((failure is not None, kind), group)
-        if any(failed for failed, _ in told):
+        everyone = self._run.backend.all_gather_object((failure is not None, kind), group)
+        if any(failed for failed, _ in everyone):
             self._raise(failure, group)
-        return self._run.backend.all_reduce(loss, self._group), max(kind for _, kind in told)
+        return self._run.backend.all_reduce(loss, self._group), max(kind for _, kind in everyone)
 
     def _raise(self, failure: Failure | None, group: Group) -> NoReturn:
-        mine = None
+        own = None
         if failure is not None and not isinstance(failure.error, NeighbourFailed):
-            mine = Failure(failure.error, f"Rank {self._run.backend.rank} ({failure.place})")
-        portable = None if mine is None else Failure(_picklable(mine.error), mine.place)
-        told = self._run.backend.all_gather_object(portable, group)
-        mine = mine or next(failure for failure in told if failure is not None)
-        raise mine.error from _origin(mine)
+            own = Failure(failure.error, f"Rank {self._run.backend.rank} ({failure.place})")
+        portable = None if own is None else Failure(_picklable(own.error), own.place)
+        everyone = self._run.backend.all_gather_object(portable, group)
+        own = own or next(failure for failure in everyone if failure is not None)
+        raise own.error from _origin(own)
 
 
 def _origin(failure: Failure) -> StageFailed:

@@ -162,7 +162,7 @@ class PipelineParallelPlugin(PipelineOptions):
         install_resize(model, run)
         rank = run.coordinates[AXIS]
         forward = model.module.forward
-        mine = make_stages(model.module, stack, starts, list(range(rank, stages, self.pipeline_parallel_size)), forward)
+        own = make_stages(model.module, stack, starts, list(range(rank, stages, self.pipeline_parallel_size)), forward)
         absent, first, trained = [], {}, set()
         for record in model.parameters:
             first[record.fqn] = stage_of[record.fqn] % self.pipeline_parallel_size
@@ -175,7 +175,7 @@ class PipelineParallelPlugin(PipelineOptions):
         model.parameters.follow(model.module, absent=absent)
         pipeline = Pipeline(
             model,
-            mine,
+            own,
             forward,
             run=run,
             axis=AXIS,

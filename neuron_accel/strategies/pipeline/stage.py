@@ -128,7 +128,7 @@ class Stage:
 
 
 def make_stages(
-    model: nn.Module, stack: Stack, starts: tuple[int, ...], mine: list[int], forward: Callable[..., Any]
+    model: nn.Module, stack: Stack, starts: tuple[int, ...], own: list[int], forward: Callable[..., Any]
 ) -> list[Stage]:
     """Removes the modules of other ranks' stages from a model.
 
@@ -136,7 +136,7 @@ def make_stages(
         model: the model; changed in place.
         stack: its blocks.
         starts: for each stage, the index of its first block.
-        mine: the stages of this rank, ascending.
+        own: the stages of this rank, ascending.
         forward: the model's own forward.
 
     Returns:
@@ -146,17 +146,17 @@ def make_stages(
     container = modules[stack.container]
     blocks = list(container.children())
     stops = (*starts[1:], stack.blocks)
-    states = {stage: StageState(stack.block(stops[stage] - 1)) for stage in mine}
-    wanted = {stage: _blocks_of(blocks, starts[stage], stops[stage], states[stage]) for stage in mine}
+    states = {stage: StageState(stack.block(stops[stage] - 1)) for stage in own}
+    wanted = {stage: _blocks_of(blocks, starts[stage], stops[stage], states[stage]) for stage in own}
     places: list[tuple[Place, dict[int, nn.Module]]] = []
     for index, block in enumerate(blocks):
-        options = {stage: wanted[stage][index] for stage in mine}
-        rest = next((m for m in options.values() if m is block), options[mine[0]])
+        options = {stage: wanted[stage][index] for stage in own}
+        rest = next((m for m in options.values() if m is block), options[own[0]])
         places.append((Place(container, str(index), rest), options))
-    for stage in mine:
+    for stage in own:
         last_block = blocks[stops[stage] - 1]
         last_block.register_forward_hook(_remember_form(states[stage]))
-    places += _ends(model, stack, len(starts), mine, states)
+    places += _ends(model, stack, len(starts), own, states)
     for place, _ in places:
         place.put(place.rest)
     return [
@@ -167,7 +167,7 @@ def make_stages(
             state=states[stage],
             swaps=[(place, options[stage]) for place, options in places if options[stage] is not place.rest],
         )
-        for stage in mine
+        for stage in own
     ]
 
 
@@ -194,7 +194,7 @@ def _remember_form(state: StageState) -> Callable[..., None]:
 
 
 def _ends(
-    model: nn.Module, stack: Stack, stages: int, mine: list[int], states: dict[int, StageState]
+    model: nn.Module, stack: Stack, stages: int, own: list[int], states: dict[int, StageState]
 ) -> list[tuple[Place, dict[int, nn.Module]]]:
     """Returns the places of the layers before and after the blocks, and the modules there in each of this rank's
     stages."""
@@ -203,14 +203,14 @@ def _ends(
         for fqn in fqns:
             for name, parent, child, module in _holders(model, fqn):
                 options: dict[int, nn.Module] = {}
-                for stage in mine:
+                for stage in own:
                     if stage == home:
                         options[stage] = module
                     elif home == 0:
                         options[stage] = FirstStageLayer(name, module, states[stage])
                     else:
                         options[stage] = LastStageLayer(name)
-                rest = module if home in mine else options[mine[0]]
+                rest = module if home in own else options[own[0]]
                 places.append((Place(parent, child, rest), options))
     return places
 

@@ -85,9 +85,9 @@ class Ties:
         """Returns the values of all stages, by their positions."""
         if not self._run.backend.reads_are_free:
             return self._run.backend.all_gather_object(changed, self._group)
-        told = torch.zeros((self._group.size, len(changed)), device=self._run.device)
-        told[self._group.index] = torch.tensor(changed, dtype=told.dtype)
-        return self._run.backend.all_reduce(told, self._group).bool().tolist()
+        flags = torch.zeros((self._group.size, len(changed)), device=self._run.device)
+        flags[self._group.index] = torch.tensor(changed, dtype=flags.dtype)
+        return self._run.backend.all_reduce(flags, self._group).bool().tolist()
 
     def begin(self) -> None:
         """Must be called before the backward passes of a step. Stores earlier gradients."""
