@@ -83,12 +83,13 @@ class Interruption:
         if not self._counts():
             return False
         if not self._stopping:
-            self._call += 1
-            self._ask()
-            if self._rank == 0:
-                self._lead()
-            else:
-                self._follow()
+            with self._run.events.open("requested", "call"):
+                self._call += 1
+                self._ask()
+                if self._rank == 0:
+                    self._lead()
+                else:
+                    self._follow()
         return self._stopping
 
     @property
@@ -129,11 +130,9 @@ class Interruption:
 
     def _follow(self) -> None:
         self._read()
-        if self._first < self._call - self._ahead:
-            with self._run.events.open("requested", "call"):
-                while self._first < self._call - self._ahead:
-                    time.sleep(POLL_SECONDS)
-                    self._read()
+        while self._first < self._call - self._ahead:
+            time.sleep(POLL_SECONDS)
+            self._read()
 
     def _read(self) -> None:
         if note := self._board.get(f"{self._name}/first"):

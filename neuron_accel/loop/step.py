@@ -224,7 +224,8 @@ class Clipping:
         """See :meth:`StrategyPlugin.clip_grad_norm`."""
         if self._clip_norm.announced:
             self._clip_norm(self._positions(parameters), max_norm, norm_type)
-        return self._clip(owner, parameters, max_norm, norm_type)
+        with self._run.events.open("clip_grad_norm_", "call", part="optimizer"):
+            return self._clip(owner, parameters, max_norm, norm_type)
 
     def _clip(
         self, owner: StrategyPlugin, parameters: list[nn.Parameter], max_norm: float, norm_type: float

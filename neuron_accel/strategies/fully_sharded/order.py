@@ -2,11 +2,11 @@
 """Ranks that call different modules would gather each other's weights; they get an error instead.
 
 A gather does not say which unit it is of, and blocks have the same size. Asking the other ranks before each gather
-would take longer than a small gather does. So each rank records which unit follows which. One that keeps to this record
-sends nothing: the others, whose records are equal, do the same. One that departs from it says so on the board
-(:meth:`Backend.board`), and goes on when the rank before it, in a ring, has departed to the same unit: then all have,
-since no gather completes without every rank. A thread of each rank looks on the board whether another one has departed
-where this one has not, and answers.
+would take longer than a small gather does. So each rank records which unit follows which; a method of the accelerator
+that every rank calls, such as ``gather``, counts as one. One that keeps to this record sends nothing: the others, whose
+records are equal, do the same. One that departs from it says so on the board (:meth:`Backend.board`), and goes on when
+the rank before it, in a ring, has departed to the same unit: then all have, since no gather completes without every
+rank. A thread of each rank looks on the board whether another one has departed where this one has not, and answers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from neuron_accel.contract import DesyncError
+from neuron_accel.contract import DesyncError, Observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from neuron_accel.contract import Board, Run
+    from neuron_accel.contract import Board, Event, Run
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.0001, 0.01, 1.0
 
@@ -43,34 +44,39 @@ class UnitOrder:
         self._recorded: dict[tuple[Hashable, str], str] = {}  # the call after it
         self._latest: deque[tuple[int, str]] = deque(maxlen=64)
         self._calls = self._asked = 0
-        self._backend = run.backend
+        self._backend, self._join = run.backend, run.join
         self.is_on = self._group.size > 1 and run.backend.has_values and not run.backend.is_lazy
         if self.is_on:
             token = secrets.token_hex(4)  # notes of an earlier run may still be on the board
             self._name = f"order/{run.backend.broadcast_object(token, self._group)}"
             self._board = run.backend.board()
             key = f"{self._name}/gone/{self._group.index}"
-            look = _Look(self)
-            run.regularly.append(look)
-            self._end = weakref.finalize(self, _end, self._board, key, run.regularly, look)
+            watch = _Watch(self)
+            run.regularly.append(watch.look)
+            self._end = weakref.finalize(
+                self, _end, self._board, key, [partial(run.regularly.remove, watch.look), run.events.observe(watch)]
+            )
 
-    def call(self, unit: str, *, chain: Hashable = None) -> None:
-        """A unit is about to be called, and gathered if it is not.
+    def call(self, unit: str, *chains: Hashable) -> None:
+        """A unit is about to be called, and gathered if it is not. Ranks without data follow what is announced instead.
 
         Args:
             unit: what is called, for messages; equal on all ranks that call the same.
-            chain: calls of different chains may alternate in another way each time.
+            chains: calls of different chains may alternate in another way each time; none: it is a call of all chains.
 
         Raises:
             DesyncError: if another rank calls something else.
         """
-        if not self.is_on:
+        if not self.is_on or self._join.is_uneven:
             return
-        place = chain, self._before.get(chain, "")
         self._latest.append((self._calls, unit))
-        self._before[chain] = unit
-        if self._recorded.get(place) != unit:
+        is_recorded = True
+        for chain in chains or tuple(self._before) or (None,):
+            place = chain, self._before.get(chain, "")
+            self._before[chain] = unit
+            is_recorded &= self._recorded.get(place) == unit
             self._recorded[place] = unit
+        if not is_recorded:
             self._agree(unit)
         self._calls += 1  # last: from now on the thread answers that this rank has called this unit
 
@@ -129,11 +135,12 @@ class UnitOrder:
 
     def _raise(self, calls: dict[int, str]) -> NoReturn:
         raise DesyncError(
-            "Data-parallel ranks call different modules of a model whose parameters are sharded.",
+            "Data-parallel ranks do not make the same calls, and parameters of the model are sharded over them.",
             where=f"plugin {self._plugin!r}; "
             + "; ".join(f"rank {rank} calls {unit}" for rank, unit in sorted(calls.items())),
-            why="each gathers the parameters of what it calls, and would get those of another module",
-            fix="let all ranks call the same modules in the same order, and multiply the output by 0 where one is not "
+            why="a call of a module gathers its parameters, in which every rank has to take part",
+            fix="let all ranks call the same modules in the same order and equally often (loaders with "
+            "even_batches=True, `generate` with synced_gpus=True), and multiply the output by 0 where one is not "
             "needed, or use ZeRO-1 (Zero1Plugin), whose ranks may leave out modules",
         )
 
@@ -145,24 +152,31 @@ class UnitOrder:
         return None if note is None else json.loads(note)
 
 
-class _Look:
-    """Lets an order look on the board, as long as there is one.
+class _Watch(Observer):
+    """Looks on the board for an order, and tells it what else every rank calls, as long as there is one.
 
     Args:
         order: the order.
     """
 
+    categories: ClassVar[frozenset[str]] = frozenset({"call"})
+
     def __init__(self, order: UnitOrder) -> None:
         self._order = weakref.ref(order)
 
-    def __call__(self) -> None:
+    def look(self) -> None:
         order = self._order()
         if order is not None:
             order.look()
 
+    def begin(self, event: Event) -> None:
+        order = self._order()
+        if order is not None:
+            order.call(f"`{event.name}`")
 
-def _end(board: Board, key: str, regularly: list[Callable[[], None]], look: Callable[[], None]) -> None:
-    if look in regularly:
-        regularly.remove(look)
+
+def _end(board: Board, key: str, remove: list[Callable[[], None]]) -> None:
+    for each in remove:
+        each()
     with suppress(Exception):  # the store no longer exists, so there is no rank to tell
         board.put(key, b"1")

@@ -348,12 +348,10 @@ class Units:
         unit.gather()
 
     def _called(self, unit: Unit, backward: bool) -> None:
-        """Compares what is called with other ranks; those that have run out of data follow what is announced."""
-        if self._action.announced:
-            return
+        """Compares what is called with other ranks."""
         name = f"{type(self._model.inner).__name__}{unit.name and '.'}{unit.name}"
         chain = (id(self), backward) if self._model.runs_backward else None  # a schedule orders the passes of stages
-        self._order.call(f"the {'backward' if backward else 'forward'} pass of {name!r}{self._of_model}", chain=chain)
+        self._order.call(f"the {'backward' if backward else 'forward'} pass of {name!r}{self._of_model}", chain)
 
     def _gather_along(self, name: str) -> None:
         """A rank with data gathers this unit."""

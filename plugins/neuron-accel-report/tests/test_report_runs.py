@@ -162,7 +162,16 @@ def test_ranges_of_traced_steps_nest(tmp_path):
         assert {"loader", "forward", "backward", "optimizer step", "my own"} <= names
         stage = each.header.coordinates["pp"]
         assert {f"{kind}, stage {stage}, micro-batch {m}" for kind in ("forward", "backward") for m in (0, 1)} <= names
-        assert {r.category for r in each.ranges} == {"part", "step", "collective", "wait", "pipeline", "hook", "user"}
+        assert {r.category for r in each.ranges} == {
+            "part",
+            "step",
+            "call",
+            "collective",
+            "wait",
+            "pipeline",
+            "hook",
+            "user",
+        }
         assert any(r.name == "data_parallel.after_backward" for r in each.ranges)
         spans = sorted((r.start, -r.seconds, r.name) for r in each.ranges)
         open_ends: list[float] = []

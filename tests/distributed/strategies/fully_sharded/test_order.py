@@ -72,7 +72,7 @@ def test_ranks_that_call_different_modules_are_told_which(options, steps):
     with pytest.raises(RanksError) as raised:
         run_ranks(trained, 2, options, steps)
     text = str(raised.value)
-    assert "DesyncError: Data-parallel ranks call different modules" in text
+    assert "DesyncError: Data-parallel ranks do not make the same calls" in text
     assert "rank 0 calls the forward pass of 'Branches.layers.1'" in text
     assert "rank 1 calls the forward pass of 'Branches.layers.2'" in text
     assert "Zero1Plugin" in text
@@ -80,12 +80,12 @@ def test_ranks_that_call_different_modules_are_told_which(options, steps):
 
 @pytest.mark.parametrize("fewer", [(0,), (0, 1, 1), (0, 1, 2)], ids=["fewer", "the same again", "more"])
 def test_ranks_that_call_another_number_of_modules(fewer):
-    with pytest.raises(RanksError, match="DesyncError: Data-parallel ranks call different modules"):
+    with pytest.raises(RanksError, match="DesyncError: Data-parallel ranks do not make the same calls"):
         run_ranks(trained, 2, STAGE_3, [(ONE, ONE, "train"), (fewer, ONE, "train")])
 
 
 def test_one_of_three_ranks():
-    with pytest.raises(RanksError, match="DesyncError: Data-parallel ranks call different modules"):
+    with pytest.raises(RanksError, match="DesyncError: Data-parallel ranks do not make the same calls"):
         run_ranks(trained, 3, STAGE_3, [(ONE, ONE, ONE, "train"), (ONE, OTHER, ONE, "train")])
 
 
@@ -129,6 +129,39 @@ def test_all_ranks_may_change_the_order(options):
         (path, path, *how) for path in (ONE, OTHER, ONE, (3,), (2, 1, 0, 1)) for how in (("train",), (), ("train",))
     ]
     assert run_ranks(trained, 2, options, steps) == [None] * 2
+
+
+def evaluated(passes, how):
+    """Makes as many forward passes as are given for this rank, twice, and each time ends with a call that every rank
+    makes."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(plugins=[FullyShardedPlugin(modules="layers.*")])
+    model = Branches()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for each in passes:
+        for _ in range(each[accelerator.process_index]):
+            loss = model(torch.ones(2, 4), ONE)
+            if how == "clip":
+                accelerator.backward(loss)
+        if how == "gather":
+            accelerator.gather(loss.detach())
+        elif how == "clip":
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            accelerator.save_model(model, how)
+
+
+@pytest.mark.parametrize("how", ["gather", "clip", "save"])
+@pytest.mark.parametrize("passes", [[(2, 1)], [(2, 2), (2, 3)]], ids=["at first", "the second time"])
+def test_a_forward_pass_while_another_rank_waits_for_all(passes, how, tmp_path):
+    call = {"gather": "gather", "clip": "clip_grad_norm_", "save": "save_model"}[how]
+    with pytest.raises(RanksError) as raised:
+        run_ranks(evaluated, 2, passes, str(tmp_path) if how == "save" else how)
+    text = str(raised.value)
+    assert "DesyncError: Data-parallel ranks do not make the same calls" in text
+    assert f"calls `{call}`" in text
+    assert "calls the forward pass of 'Branches'" in text
 
 
 def trained_on_uneven_inputs(paths):
