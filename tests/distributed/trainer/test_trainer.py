@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import safe_globals
 
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.trainer.trainer_support import (
     Texts,
     assert_same,
@@ -120,6 +121,40 @@ def test_a_restarted_run_resumes_by_itself_also_on_fewer_ranks(stock, tmp_path, 
     (result,) = run_ranks(train_started_again, 1, str(tmp_path), "another", more)
     assert result["steps"] == 2
     assert "it saved no complete checkpoint" in capfd.readouterr().out
+
+
+def resumed_with_keep_batch(folder, written):
+    """Resumes, with as many samples in a step, from a checkpoint that was written before these were recorded, or from
+    one of two models."""
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
+
+    at = Path(folder, "checkpoint-1")
+    train_on_rank(folder, 1, MIDDLE | {"max_steps": 1, "save_steps": 1})
+    if written == "before":
+        manifest = read_manifest(at)
+        counters = {name: value for name, value in manifest.info["counters"].items() if name != "samples"}
+        Path(at, NAME).write_bytes(replace(manifest, info={**manifest.info, "counters": counters}).to_bytes())
+    else:
+        accelerator = NeuronAccelerator(gradient_accumulation_steps=2)
+        models = [model(), model()]
+        loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+        accelerator.prepare(*models, *optimizers, loader)
+        accelerator.save_state(str(at))
+    train_on_rank(folder, 1, MIDDLE | {"keep_batch": True}, resume=str(at))
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("before", "The checkpoint does not say how many samples an optimizer step had.*without keep_batch"),
+        ("with two models", "The checkpoint has 2 models, this training 1, and which is which cannot be told"),
+    ],
+)
+def test_keep_batch_with_a_checkpoint_that_does_not_fit(written, words, tmp_path):
+    with pytest.raises(RanksError, match=rf"(?s)CheckpointError: {words}"):
+        run_ranks(resumed_with_keep_batch, 1, str(tmp_path), written)
 
 
 def test_sigterm_to_one_rank_saves_a_checkpoint_on_all_of_them(stock, tmp_path):
