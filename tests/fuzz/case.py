@@ -565,8 +565,9 @@ def _draw_between(fields: dict[str, Any], mesh: Composition) -> None:
     if mesh.holders == 1 and fields["model"] not in TEXT and fields.get("dtype", "float32") == "float32" and zero:
         one_of("dtype", 0.2 if not fields.get("autocast") else 0, ("bfloat16",))
     one_of("edit_by", 0.35, roads(EDITS))
-    if fields.get("edit_by") == "dropped" and fields.get("wraps", "").startswith("sam"):
-        fields["edit_by"] = ""  # it remembers the weights of what had a gradient before the closure
+    if fields.get("wraps", "").startswith("sam"):  # it remembers the weights of what had a gradient at its first step
+        fields["edit_by"] = fields.get("edit_by", "").replace("dropped", "")
+        fields["edits"] = fields.get("edits", "").replace("drop", "")
     if fields.get("edit_by") in LINEAR and not fields.get("unused"):
         one_of("edit_micro", 0.4, (True,))
     frozen = fields.get("wraps") and (fields["frozen"] or fields["unused"])  # left alone, though the optimizer has it

@@ -56,6 +56,7 @@ def test_everything_there_is_gets_drawn():
     assert {case.write_by for case in cases} == {"", *WRITES}
     assert {case.wraps for case in cases} == {"", *WRAPPERS}
     assert {case.kv_heads for case in cases} == {0, 1, 2, 4}
+    assert not [case for case in cases if case.wraps.startswith("sam") and "drop" in case.edits + case.edit_by]
     for field in dataclasses.fields(Case):
         if field.name not in ("seed", "backend", "fault"):
             assert len({getattr(case, field.name) for case in cases}) > 1, f"{field.name} is always the same"
