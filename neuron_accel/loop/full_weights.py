@@ -41,6 +41,7 @@ def full_weights(module: nn.Module, run: Run) -> Iterator[None]:
         for _, weights in kept:
             weights.hold(True)  # type: ignore[misc]  # checked above
         yield
+        _settle(run)  # before any is freed: one may have been assigned memory of another
     finally:
         for _, weights in kept:
             weights.hold(False)  # type: ignore[misc]

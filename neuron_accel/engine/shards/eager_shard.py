@@ -261,35 +261,64 @@ class EagerShard(BucketShard):
         with torch.no_grad():
             addresses = [parameter.data_ptr() for parameter in self.parameters]
             if addresses != self._addresses:
-                for index, view in enumerate(self._split(self._flat)):
-                    if addresses[index] != self._addresses[index]:
-                        self._put_back(index, view)
+                self._take_assigned([i for i, address in enumerate(addresses) if address != self._addresses[i]])
             if self.has_masters:
                 self._take_into_masters(self.run.backend.chunk(self._flat, self.group))
+
+    def _take_assigned(self, assigned: list[int]) -> None:
+        """Copies all weights to a new buffer: a loop may keep the memory that an assigned weight had, with the values
+        of before, and assign it again."""
+        for index in assigned:
+            self._check_assigned(index)
+        self._flat = self._new_flat()
+        chunk = self._move_weights()
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        if not self.has_masters:
+            self._chunk = chunk
+            for piece in self.pieces:
+                piece.master.data = self._part(chunk, piece)
 
     def _take_into_masters(self, own: torch.Tensor) -> None:
         """Sets the master weights to this rank's weights, ``[partition.chunk]``, where these differ from them."""
         master = self._chunk
         master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
 
-    def _put_back(self, index: int, view: torch.Tensor) -> None:
-        parameter = self.parameters[index]
-        if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.device != view.device:
+    def _check_assigned(self, index: int) -> None:
+        """Raises UsageError if the tensor that was assigned to a parameter is not a valid one."""
+        parameter, shape, flat = self.parameters[index], self._shapes[index], self._flat
+        fqn, where = self.bucket.records[index].fqn, f"plugin {self._plugin!r}"
+        if parameter.shape != shape or parameter.dtype != flat.dtype or parameter.device != flat.device:
             raise UsageError(
-                f"The weight {self.bucket.records[index].fqn!r} is {parameter.dtype} {tuple(parameter.shape)} on "
-                f"{parameter.device} now; expected {view.dtype} {tuple(view.shape)} on {view.device}.",
-                where=f"plugin {self._plugin!r}",
+                f"The weight {fqn!r} is {parameter.dtype} {tuple(parameter.shape)} on {parameter.device} now; expected "
+                f"{flat.dtype} {tuple(shape)} on {flat.device}.",
+                where=where,
                 why="its optimizer's state was sharded for the earlier tensor",
                 fix="convert or move a model before `prepare`",
             )
-        view.copy_(parameter)
-        parameter.data = view
+        begin, end = _addresses(parameter)
+        for record in (record for records in self.run.parameter_maps for record in records):
+            if record.current is None or record.current is parameter:
+                continue
+            first, last = _addresses(record.current)
+            if begin < last and first < end:
+                raise UsageError(
+                    f"The weight {fqn!r} was assigned memory of the weight {record.fqn!r}.",
+                    where=where,
+                    why="in one process a change of one would change the other; here each is in a buffer of its own",
+                    fix="assign a copy (`other.data = weight.data.clone()`), or tie weights before `prepare`",
+                )
 
     def reload(self) -> None:
         with torch.no_grad():
             for piece in self.pieces:
                 flat = piece.parameter.reshape(-1)[piece.span.start : piece.span.stop]
                 piece.master.copy_(flat.view(piece.master.shape))
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a tensor, and of that after its last."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size() * bool(tensor.numel())
 
 
 def suitable_cap(records: Sequence[ParameterRecord], cap_bytes: int) -> int:

@@ -50,17 +50,23 @@ class GatheredShard(EagerShard):
         super().__init__(**common)
         self._given = None
         self._arriving: Pending | None = None
-        self._views = self._split(self._flat)
-        self._storage = self._flat.untyped_storage()
+        self._use(self._flat)
         self._nbytes = self._storage.nbytes()
-        # NaN in the shape of each parameter, in the memory of one element: torch refuses to write to it, but for fills.
-        self._filled_with = torch.full((len(self._views),), float("nan"), dtype=self.bucket.dtype, device=self._device)
-        self._empty = [self._filled_with[i].expand(p.shape) for i, p in enumerate(self.parameters)]
+        self._make_empty()
         self._versions = [parameter._version for parameter in self.parameters]
         self.is_gathered = True
         if self.is_sharded:
             self._describe()
             self.release()
+
+    def _use(self, flat: torch.Tensor) -> None:
+        """Weights are gathered into this buffer from now on."""
+        self._flat, self._views, self._storage = flat, self._split(flat), flat.untyped_storage()
+
+    def _make_empty(self) -> None:
+        # NaN in the shape of each parameter, in the memory of one element: torch refuses to write to it, but for fills.
+        self._filled_with = torch.full((len(self._views),), float("nan"), dtype=self.bucket.dtype, device=self._device)
+        self._empty = [self._filled_with[i].expand(shape) for i, shape in enumerate(self._shapes)]
 
     def _new_flat(self) -> torch.Tensor:
         if self._given is None:
@@ -138,8 +144,9 @@ class GatheredShard(EagerShard):
         self.release()
         self._near_part = part
 
-    def release(self) -> None:
-        """Frees the gathered values, unless they are held."""
+    def release(self, *, kept: bool = False) -> None:
+        """Frees the gathered values, unless they are held. If the loop may have kept tensors of them, these keep their
+        values."""
         if self.is_held:
             return
         self._near_part = None
@@ -157,6 +164,8 @@ class GatheredShard(EagerShard):
             parameter.data = empty
         self._versions = [parameter._version for parameter in self.parameters]
         release(self.parameters)
+        if kept:
+            self._use(torch.empty_like(self._flat))
         self._storage.resize_(0)
 
     def hold(self, held: bool) -> None:
@@ -166,9 +175,9 @@ class GatheredShard(EagerShard):
             self.gather()
         elif self.is_held:
             self.sync_user_weights()
-        self.is_held = held
+        was_held, self.is_held = self.is_held, held
         if not held:
-            self.release()
+            self.release(kept=was_held)
 
     def dissolve(self) -> None:
         """Gives the parameters their values in full, in memory of their own; this shard is not used any more.
@@ -248,23 +257,41 @@ class GatheredShard(EagerShard):
     def _take_written(self) -> None:
         present = self._views if self.is_gathered else self._empty
         written = self._find_written()
-        for index, (parameter, expected) in enumerate(zip(self.parameters, present, strict=True)):
-            if parameter.data_ptr() != expected.data_ptr():
-                if not self.is_gathered:
-                    self._check_has_values(index, parameter)
-                self._take(index, parameter.detach())
-                if self.is_gathered:
-                    expected.copy_(parameter.detach())
-                parameter.data = expected
-            elif index in written:
-                self._take(index, parameter.detach().clone())
-                if not self.is_gathered:
-                    self._filled_with[index] = float("nan")
+        places = [(p.data_ptr(), expected.data_ptr()) for p, expected in zip(self.parameters, present, strict=True)]
+        assigned = [index for index, (address, expected) in enumerate(places) if address != expected]
+        for index in assigned:
+            if not self.is_gathered:
+                self._check_has_values(index, self.parameters[index])
+            self._check_assigned(index)
+            self._take(index, self.parameters[index].detach())
+        for index in set(written).difference(assigned):
+            self._take(index, self.parameters[index].detach().clone())
+            if not self.is_gathered:
+                self._filled_with[index] = float("nan")
+        if assigned:
+            self._move()
         if self.is_held:  # a write through `.data` does not count, so all values are taken
             with torch.no_grad():
                 self._own.copy_(self.run.backend.chunk(self._flat, self.group))
                 if self.has_masters:
                     self._take_into_masters(self._own)
+
+    def _move(self) -> None:
+        """Gives the parameters other memory: a loop may keep what an assigned one had, and assign it again."""
+        if self.is_gathered:
+            self._use(self._new_flat())
+            with torch.no_grad():
+                self._move_weights()
+        else:
+            self._make_empty()
+            for parameter, empty in zip(self.parameters, self._empty, strict=True):
+                parameter.data = empty
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def _take_assigned(self, assigned: list[int]) -> None:
+        super()._take_assigned(assigned)
+        self._use(self._flat)
+        self._own = self.run.backend.chunk(self._flat, self.group)
 
     def _check_has_values(self, index: int, parameter: torch.Tensor) -> None:
         """Raises UsageError if a tensor was assigned that was computed from a parameter without values."""
@@ -287,15 +314,7 @@ class GatheredShard(EagerShard):
         return (~self._filled_with.isnan()).nonzero().flatten().tolist()
 
     def _take(self, index: int, value: torch.Tensor) -> None:
-        expected, self._near_part = self._views[index], None
-        if value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
-            raise UsageError(
-                f"The weight {self.bucket.records[index].fqn!r} is {value.dtype} {tuple(value.shape)} on "
-                f"{value.device} now; expected {expected.dtype} {tuple(expected.shape)} on {expected.device}.",
-                where=f"plugin {self._plugin!r}",
-                why="its optimizer's state was sharded for the earlier tensor",
-                fix="convert or move a model before `prepare`",
-            )
+        self._near_part = None
         for piece in self.pieces:
             if piece.span.parameter != index:
                 continue

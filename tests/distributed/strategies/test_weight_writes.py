@@ -43,6 +43,14 @@ COMPOSITIONS = {
 }
 
 
+FULL = {
+    "zero1": ["zero1"],
+    "stage 3": [{"fully_sharded": {"modules": "layers.*"}}],
+    "stage 2": [{"fully_sharded": {"modules": "layers.*", "reshard_after_forward": False}}],
+    "kept": [{"fully_sharded": {"modules": "layers.*", "persistence_threshold": 10}}],
+}
+
+
 class Layers(nn.Module):
     """A layer for each way to write."""
 
@@ -129,6 +137,95 @@ def test_a_checkpoint_has_the_masters_of_written_weights(tmp_path):
     assert run_ranks(saved_after_a_write, 2, str(tmp_path / "saved")) == [([0.5], 0.5)] * 2
 
 
+# ---- memory of a weight that the loop keeps, or hands on -------------------------------------------------------------
+def swap(one, other):
+    one.data, other.data = other.data, one.data
+
+
+def evaluated_with_other_weights(plugins, dtype):
+    """The saved weights while the loop uses other ones in their place, and the weights after it has put its own back
+    and trained on."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    x, found = next(batches(accelerator, 1)).to(dtype), []
+    for how in ("kept", "swapped", "swapped with each other"):
+        model = Layers().to(dtype)
+        others = [p.detach() * 0.5 for p in model.parameters()]
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
+        for _ in range(2):
+            accelerator.backward(model(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            with accelerator.full_weights(model):
+                parameters = list(model.parameters())
+                kept = [p.data for p in parameters]
+                for p, other in zip(parameters, others, strict=True):
+                    if how == "kept":
+                        p.data = other
+                    elif how == "swapped":
+                        swap(p, other)
+                if how == "swapped with each other":
+                    swap(parameters[0], parameters[2])
+                    swap(parameters[1], parameters[-1])
+            found.append(full_weights(accelerator, model))
+            with accelerator.full_weights(model):
+                for p, own, other in zip(model.parameters(), kept, others, strict=True):
+                    if how == "kept":
+                        p.data = own
+                    elif how == "swapped":
+                        swap(p, other)
+        accelerator.backward(model(x))
+        optimizer.step()
+        found.append(full_weights(accelerator, model))
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero1", "stage 3"])
+def test_the_loop_may_keep_the_memory_of_weights_that_it_replaces(name):
+    for dtype, tolerance in [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)]:
+        expected = run_ranks(evaluated_with_other_weights, 1, [], dtype)[0]
+        for found in run_ranks(evaluated_with_other_weights, 2, FULL[name], dtype):
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def handed(plugins, how):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    model = Layers()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    first, second = model.layers[0], model.layers[1]
+    if how == "put back without values":
+        kept = first.weight.data
+        first.weight.data = torch.ones(5, 6)
+        model(torch.ones(2, 6))
+        first.weight.data = kept
+        model(torch.ones(2, 6))
+    with accelerator.full_weights(model):
+        if how == "handed on":
+            second.weight.data = first.weight.data
+        else:
+            second.bias.data = first.weight.data[0, :5]
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "words"),
+    [
+        ("zero1", "handed on", "'layers.1.weight' was assigned memory of the weight 'layers.0.weight'"),
+        ("zero1", "a row of it", "'layers.1.bias' was assigned memory of the weight 'layers.0.weight'"),
+        ("stage 3", "handed on", "'layers.1.weight' was assigned memory of the weight 'layers.0.weight'"),
+        ("stage 3", "a row of it", "'layers.1.bias' was assigned memory of the weight 'layers.0.weight'"),
+        ("stage 3", "put back without values", "NaN was assigned to the weight 'layers.0.weight'"),
+    ],
+)
+def test_a_weight_whose_memory_becomes_that_of_another_is_an_error(name, how, words):
+    with pytest.raises(RanksError, match=words) as caught:
+        run_ranks(handed, 2, FULL[name], how)
+    assert len(caught.value.errors) == 2
+
+
 # ---- full weights ----------------------------------------------------------------------------------------------------
 def averaged(plugins, dtype):
     """Keeps an average of the weights, evaluates with it, trains on; writes to weights in every way."""
@@ -160,14 +257,6 @@ def averaged(plugins, dtype):
     accelerator.backward(model(x.to(dtype)))
     optimizer.step()
     return losses, average, full_weights(accelerator, model)
-
-
-FULL = {
-    "zero1": ["zero1"],
-    "stage 3": [{"fully_sharded": {"modules": "layers.*"}}],
-    "stage 2": [{"fully_sharded": {"modules": "layers.*", "reshard_after_forward": False}}],
-    "kept": [{"fully_sharded": {"modules": "layers.*", "persistence_threshold": 10}}],
-}
 
 
 @functools.cache
