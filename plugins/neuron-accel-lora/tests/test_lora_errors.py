@@ -208,3 +208,21 @@ def test_what_would_not_be_trained_is_said(options: dict, says: str) -> None:
     (found,) = run_ranks(_prepare, 1, **options)
     assert says in found
     assert says == "nothing was wrong" or found.startswith(ParameterError.__name__)
+
+
+def test_a_dry_run_has_adapters():
+    """Without values: what planning counts."""
+    from neuron_accel import DryRun, NeuronAccelerator, TensorParallelPlugin, Zero1Plugin
+
+    plugins = [LoraPlugin(r=4, target_modules=["q_proj"]), TensorParallelPlugin(tensor_parallel_size=2), Zero1Plugin()]
+    accelerator = NeuronAccelerator(plugins=plugins, backend=DryRun(world_size=4, rank=3))
+    with torch.device("meta"):
+        model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    ids = torch.zeros(2, 8, dtype=torch.long, device=accelerator.device)
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    accelerator.end_training()

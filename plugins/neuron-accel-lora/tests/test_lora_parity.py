@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_support import alone, assert_alike, batches, gpt2, llama, on_rank
+from lora_support import alone, assert_alike, batches, close, gpt2, llama, on_rank
 from neuron_accel_lora import LoraPlugin, extract_adapter, save_adapter
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -274,3 +274,38 @@ def test_a_configuration_names_it(tmp_path: Path) -> None:
     assert names.index("lora") < names.index("model_parallelism") < names.index("lora_layers") < names.index("zero1")
     weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {tuple(w.shape) for n, w in weights.items() if "lora_A" in n} == {(3, 32)}
+
+
+def _lazily(data: list, base: str, folder: str) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    from neuron_accel import lazy_load_for_parallelism
+
+    accelerator = NeuronAccelerator(plugins=[LoraPlugin(**LLAMA), ModelParallelismPlugin(tensor_parallel_size=2)])
+    with lazy_load_for_parallelism():
+        model = AutoModelForCausalLM.from_pretrained(base)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    torch.manual_seed(7)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6))
+    losses = []
+    for batch in data:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    save_adapter(accelerator, model, folder)
+    return losses
+
+
+def test_weights_that_each_rank_reads_by_itself(tmp_path: Path) -> None:
+    """A model that is loaded without memory has adapters with peft's values."""
+    data = batches()
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    reference = alone(model, LLAMA, data)
+    for losses in run_ranks(_lazily, 2, data, str(tmp_path / "base"), str(tmp_path / "adapter")):
+        assert losses == pytest.approx(reference["losses"], rel=1e-5)
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(close(reference["weights"][name], value) for name, value in weights.items())

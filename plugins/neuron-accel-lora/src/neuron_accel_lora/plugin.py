@@ -136,7 +136,7 @@ class LoraPlugin(StrategyPlugin):
         from neuron_accel_lora.survey import agree_on_values, in_turn, take_survey
 
         with in_turn(run):
-            survey = take_survey(model.module, self.options())
+            survey = take_survey(model.module, self.options(), values=run.backend.has_values)
         if self.adapter is not None:
             load_adapter(self.adapter, survey, model.module)
         agree_on_values(survey, run)

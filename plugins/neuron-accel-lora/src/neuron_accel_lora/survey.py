@@ -93,10 +93,15 @@ class Survey:
         return [*(name for target in self.targets for name in target.names), *self.base]
 
 
-def take_survey(model: nn.Module, config: LoraConfig) -> Survey:
+def take_survey(model: nn.Module, config: LoraConfig, *, values: bool = True) -> Survey:
     """Finds the layers to adapt, with initial values of their adapters, and freezes the other parameters of ``model``.
 
     Random numbers are drawn in the order of peft.
+
+    Args:
+        model: the unsharded model; its weights may be without memory.
+        config: peft's configuration.
+        values: whether adapters have values although the weights that they adapt have none. Not in a dry run.
 
     Raises:
         ConfigurationError: if a name or pattern of ``config`` matches no module.
@@ -112,15 +117,15 @@ def take_survey(model: nn.Module, config: LoraConfig) -> Survey:
         )
     trained_before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        return _survey(model, config)
+        return _survey(model, config, values)
     except BaseException:
         for parameter, requires_grad in trained_before:
             parameter.requires_grad_(requires_grad)
         raise
 
 
-def _survey(model: nn.Module, config: LoraConfig) -> Survey:
-    structure = _with_adapters(model, config)
+def _survey(model: nn.Module, config: LoraConfig, values: bool) -> Survey:
+    structure = _with_adapters(model, config, values)
     names = {parameter: name for name, parameter in model.named_parameters()}
     wrapped = dict(_layers(structure))
     targets = [_target(fqn, layer) for fqn, layer in wrapped.items()]
@@ -141,17 +146,22 @@ def _survey(model: nn.Module, config: LoraConfig) -> Survey:
     return Survey(config=config, targets=targets, base=base, count=count)
 
 
-def _with_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
-    """A copy of a model's modules around the same parameters, with peft's layers in it. The parameters are frozen."""
+def _with_adapters(model: nn.Module, config: LoraConfig, values: bool) -> nn.Module:
+    """A copy of a model's modules around the same parameters, with peft's layers in it. The parameters are frozen.
+
+    With ``values``, parameters on the meta device are replaced in the copy: peft puts an adapter on the device of its
+    layer."""
     from peft import inject_adapter_in_model
 
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    shared: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    lazy = [p for p in model.parameters() if p.device.type == "meta"] if values else []
+    shared |= {id(p): nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape)) for p in lazy}
     structure = copy.deepcopy(model, shared)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # for patterns without a match
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft corrects it with a warning
-            return inject_adapter_in_model(config, structure, ADAPTER)
+            adapted = inject_adapter_in_model(config, structure, ADAPTER)
     except (ValueError, RuntimeWarning) as error:
         raise ConfigurationError(
             f"peft cannot adapt {type(model).__name__} like this.",
@@ -159,6 +169,9 @@ def _with_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
             why=" ".join(str(error).split())[:600],
             fix="compare target_modules with the names of model.named_modules()",
         ) from error
+    for parameter in lazy:
+        parameter.requires_grad_(shared[id(parameter)].requires_grad)
+    return adapted
 
 
 def _layers(structure: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
@@ -254,17 +267,9 @@ def in_turn(run: Run) -> Iterator[None]:
 
 
 def agree_on_values(survey: Survey, run: Run) -> None:
-    """Broadcasts the initial values of adapters from the first rank. Collective.
-
-    Raises:
-        UnsupportedModelError: if the model has parameters on the meta device.
-    """
+    """Broadcasts the initial values of adapters from the first rank. Collective."""
     tensors = [tensor for target in survey.targets for tensor in (target.a, target.b)]
-    if any(tensor.device.type == "meta" for tensor in tensors):
-        raise UnsupportedModelError(
-            "The model has weights without storage.", where=WHERE, fix="build it on the CPU, or set checkpoint_dir"
-        )
-    if run.world.size == 1:
+    if run.world.size == 1 or not run.backend.has_values:
         return
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
