@@ -471,3 +471,28 @@ def test_schedules_are_those_of_pipelines():
     with pytest.raises(ConfigurationError) as caught:
         PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2, schedule="none")
     assert re.search(r"Known: (.*)\.", str(caught.value))[1].split(", ") == [*SCHEDULES]
+
+
+def test_a_plugin_stays_beside_its_companion(folder):
+    """The companion finds the plugin that it belongs to, as adapters of LoRA find their options."""
+    from dataclasses import dataclass
+    from typing import ClassVar
+
+    from plan_support import plugins_of
+
+    from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+
+    class Helper(StrategyPlugin):
+        spec: ClassVar[PluginSpec] = PluginSpec(name="helper", phase=Phase.ACTIVATIONS)
+
+        def transform_model(self, model, run):
+            assert run.plan.plugin("helped").companions()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Helped(StrategyPlugin):
+        spec: ClassVar[PluginSpec] = PluginSpec(name="helped", phase=Phase.ADAPTATION)
+
+        def companions(self):
+            return (Helper(),)
+
+    assert planned(folder, plugins=[Helped(), *plugins_of(("tp", "pp"))]).plugins.count("helper") == 1

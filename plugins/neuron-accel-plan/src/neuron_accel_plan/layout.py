@@ -287,8 +287,7 @@ class Planner:
         Raises:
             PlanError, LayoutError, UnsupportedModelError: if the layout is not possible.
         """
-        parts = [part for plugin in plugins for part in (plugin.companions() or (plugin,))]
-        plan = self.make_plan(parts)
+        plan = self.make_plan([part for plugin in plugins for part in _axes_apart(plugin)])
         rows = self._rows(plan, accumulation)
         found = [(plugin, stages) for plugin in plan.plugins if (stages := plugin.stages(self.model)) is not None]
         pipeline, stages = found[0] if found else (None, None)
@@ -470,7 +469,7 @@ class Planner:
             from neuron_accel import NeuronAccelerator
 
             accelerator = NeuronAccelerator(
-                plugins=run.plugins,
+                plugins=_without_companions(run.plugins),
                 backend=DryRun(world_size=self.world_size, rank=run.rank),
                 gradient_accumulation_steps=run.accumulation,
                 **self._options,
@@ -513,6 +512,18 @@ def checked_reserve(reserve: int | None, core_bytes: int | None) -> int:
             fix="pass less than that, and at least 0",
         )
     return reserve
+
+
+def _axes_apart(plugin: StrategyPlugin) -> tuple[StrategyPlugin, ...]:
+    """The plugin, or its companions if these have the axes: stages of a pipeline are changed one plugin at a time."""
+    companions = plugin.companions()
+    return companions if any(companion.axes() for companion in companions) else (plugin,)
+
+
+def _without_companions(plugins: Sequence[StrategyPlugin]) -> list[StrategyPlugin]:
+    """The plugins of a plan as a user gives them: companions come with the plugin that they belong to."""
+    companions = {companion.spec.name for plugin in plugins for companion in plugin.companions()}
+    return [plugin for plugin in plugins if plugin.spec.name not in companions]
 
 
 def _different_ranks(mesh: Mesh, stages: Stages, quick: bool) -> list[int]:
