@@ -1,0 +1,179 @@
+"""Writes the recipes from table.py: the YAML files, models' configurations, and the tables of docs/recipes.md.
+
+python make.py                      writes all files; predictions are those of predicted.json
+python make.py --count qwen3-8b     counts recipes whose name begins so by `neuron-accel plan`, into predicted.json
+python make.py --count ""           counts all of them: an hour or more
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+from table import MODELS, RECIPES, Recipe
+
+from neuron_accel import find_instance
+from neuron_accel.cli.main import main as neuron_accel
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "recipes.md"
+PREDICTED = HERE / "predicted.json"
+WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+TABLES = re.compile(
+    r"(?<=<!-- tables, written by examples/recipes/make.py -->\n).*(?=<!-- end of tables -->)", re.DOTALL
+)
+
+
+def ranks(recipe: Recipe) -> int:
+    return recipe.instances * find_instance(recipe.instance).cores()
+
+
+def counted_as(recipe: Recipe) -> dict[str, Any]:
+    """What a prediction depends on."""
+    return {
+        "config": MODELS[recipe.model].config,
+        "ranks": ranks(recipe),
+        "global_batch": recipe.global_batch,
+        "sequence": recipe.sequence,
+        "instance": recipe.instance,
+        "accelerator": recipe.accelerator(),
+    }
+
+
+def count(recipe: Recipe) -> dict[str, Any]:
+    """What `neuron-accel plan` says about a recipe."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, config = Path(folder, "config.json"), Path(folder, "train.yaml")
+        model.write_text(json.dumps(MODELS[recipe.model].config))
+        config.write_text(yaml.safe_dump(recipe.accelerator()))
+        command = f"plan --model {model} --config {config} --world-size {ranks(recipe)} --json"
+        command += f" --global-batch {recipe.global_batch} --sequence {recipe.sequence} --instance {recipe.instance}"
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            neuron_accel(command.split())
+    found = json.loads(said.getvalue())
+    return {
+        "mesh": found["mesh"],
+        "parameters": found["parameters"],
+        "memory": found["memory"]["total"],
+        "core": found["core_bytes"],
+        "seconds": [found["time"][each] for each in ("seconds", "low", "high")],
+        "of": counted_as(recipe),
+    }
+
+
+def recipe_text(recipe: Recipe, predicted: dict[str, Any] | None) -> str:
+    """A YAML file."""
+    model = MODELS[recipe.model]
+    task = "pre-training" if recipe.task == "pretrain" else "LoRA fine-tuning"
+    many = f"{recipe.instances} x " if recipe.instances > 1 else ""
+    values = {
+        "model": f"../models/{recipe.model}.json",
+        "instance": recipe.instance,
+        "instances": recipe.instances,
+        "sequence": recipe.sequence,
+        "global_batch": recipe.global_batch,
+        **recipe.training,
+    }
+    lines = [
+        f"# {model.title}, {task} on {many}{recipe.instance}: {ranks(recipe)} ranks.",
+        *(
+            []
+            if predicted is None
+            else [f"# Predicted by neuron-accel plan, not measured: {sentence(recipe, predicted)}."]
+        ),
+        "# Written by make.py from table.py. Copy this file to change it.",
+        *(f"{name}: {value}" for name, value in values.items()),
+        "accelerator:",
+        *(f"  {name}: {value}" for name, value in recipe.accelerator().items() if name != "plugins"),
+        "  plugins:",
+        *(f"    - {entry}" for entry in map(flow, recipe.plugins())),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def flow(entry: str | dict[str, Any]) -> str:
+    if isinstance(entry, str):
+        return entry
+    ((name, options),) = entry.items()
+    return f"{name}: " + yaml.safe_dump(options, default_flow_style=True, width=1000, sort_keys=False).strip()
+
+
+def sentence(recipe: Recipe, predicted: dict[str, Any]) -> str:
+    likely, low, high = predicted["seconds"]
+    memory, core = predicted["memory"] / 2**30, predicted["core"] >> 30
+    return f"{memory:.1f} of {core} GiB on the fullest core, {likely:.3g} s a step ({low:.3g} to {high:.3g})"
+
+
+def tables(predicted: dict[str, Any]) -> str:
+    """Sections of the page, one for each model."""
+    parts = []
+    for key, model in MODELS.items():
+        head = ["recipe", "instances", "mesh", "GiB of a core", "s a step", "tokens/s", "instance hours for 1 B tokens"]
+        rows = [
+            row(recipe, predicted.get(f"{recipe.model}/{recipe.name}")) for recipe in RECIPES if recipe.model == key
+        ]
+        table = [head, ["---"] * len(head), *rows]
+        parts += [
+            f"### {model.title}",
+            textwrap.fill(f"[`{model.hub}`](https://huggingface.co/{model.hub}). {model.remark}", 130, **WHOLE_WORDS),
+            "\n".join(f"| {' | '.join(line)} |" for line in table),
+        ]
+    return "\n\n".join(parts)
+
+
+def row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]:
+    path = f"{recipe.model}/{recipe.name}"
+    link = f"[{recipe.name}](../examples/recipes/{path}.yaml)"
+    where = f"{recipe.instances} x {recipe.instance}"
+    if predicted is None:
+        return [link, where, "not counted", "", "", "", ""]
+    likely, low, high = predicted["seconds"]
+    rate = recipe.global_batch * recipe.sequence / likely
+    hours = recipe.instances * 1e9 / rate / 3600
+    memory = f"{predicted['memory'] / 2**30:.1f} of {predicted['core'] >> 30}"
+    times = f"{likely:.3g} ({low:.3g}-{high:.3g})"
+    return [link, where, predicted["mesh"], memory, times, f"{rate:,.0f}", f"{hours:,.0f}"]
+
+
+def files() -> dict[Path, str]:
+    """Every file that is written, and its text."""
+    predicted = json.loads(PREDICTED.read_text())
+    found = {
+        HERE / "models" / f"{key}.json": json.dumps(model.config, indent=1) + "\n" for key, model in MODELS.items()
+    }
+    for recipe in RECIPES:
+        name = f"{recipe.model}/{recipe.name}"
+        found[HERE / f"{name}.yaml"] = recipe_text(recipe, predicted.get(name))
+    found[PAGE] = TABLES.sub(lambda _: f"\n{tables(predicted)}\n\n", PAGE.read_text())
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", metavar="NAME", help="count the recipes whose name begins so first")
+    options = parser.parse_args()
+    if options.count is not None:
+        for recipe in RECIPES:
+            name = f"{recipe.model}/{recipe.name}"
+            if name.startswith(options.count):
+                counted = json.loads(PREDICTED.read_text()) | {name: count(recipe)}
+                PREDICTED.write_text(json.dumps(dict(sorted(counted.items())), indent=1) + "\n")
+                print(f"{name}: {sentence(recipe, counted[name])}")
+    for path, text in files().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
