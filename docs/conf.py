@@ -3,9 +3,12 @@
 import argparse
 import ast
 import enum
+import importlib.util
 import inspect
 import os
 import re
+import sys
+from pathlib import Path
 
 from sphinx.addnodes import pending_xref
 from sphinx.errors import ExtensionError
@@ -13,11 +16,16 @@ from sphinx.errors import ExtensionError
 from neuron_accel import contract, errors
 from neuron_accel.cli.main import build_parser
 
+sys.path.insert(0, str(Path(__file__).parent))
+from messages import messages, rows
+
 project = "neuron_accel"
 author = "The neuron_accel developers"
 copyright = "The neuron_accel developers, Apache-2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+if importlib.util.find_spec("sphinx_copybutton") is not None:
+    extensions.append("sphinx_copybutton")  # a button that copies a block of code
 autodoc_member_order = "bysource"
 # In the signature only: docstrings describe the parameters already, and a second list would repeat them.
 autodoc_typehints = "signature"
@@ -64,12 +72,13 @@ def write_contract(app, docname, source):
 
 
 def write_errors(app, docname, source):
-    """Appends every class of ``neuron_accel.errors`` to its page."""
+    """Appends every class of ``neuron_accel.errors`` to its page, with the messages that the source spells out."""
     if docname == "errors":
         classes = [value for value in vars(errors).values() if inspect.isclass(value)]
-        found = [cls.__name__ for cls in classes if cls.__module__ == errors.__name__]
-        entries = "\n".join(f".. autoexception:: neuron_accel.errors.{name}" for name in found)
-        source[0] += f"\n```{{eval-rst}}\n{entries}\n```\n"
+        found = messages()
+        for name in (cls.__name__ for cls in classes if cls.__module__ == errors.__name__):
+            entry = f"```{{eval-rst}}\n.. autoexception:: neuron_accel.errors.{name}\n```"
+            source[0] += f"\n## {name}\n\n{entry}\n\n{rows(name, found)}\n"
 
 
 def write_commands(app, docname, source):
