@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pickle
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +41,29 @@ def site(tmp_path_factory):
 def test_no_link_of_the_site_is_dead(site):
     assert len(pages(site)) > 35
     assert [*dead_links(site)] == []
+
+
+MESSAGES = {
+    "errors": [
+        "A global batch of … samples cannot be split evenly",
+        "Data-parallel ranks call different modules",
+        "The checkpoint has",
+    ],
+    "guides/troubleshooting": ["NCC_EOOM001", "NRT_TIMEOUT", "Address already in use"],
+}
+
+
+@pytest.mark.parametrize("page", MESSAGES)
+def test_errors_are_found_by_their_text(page, site):
+    """On the page, and its words in the index of the search."""
+    shown = re.sub(r"<[^>]+>", "", (site / f"{page}.html").read_text())
+    assert [message for message in MESSAGES[page] if message not in shown] == []
+    index = json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+    number = index["docnames"].index(page)
+    terms = [
+        word for word, pages in index["terms"].items() if number in (pages if isinstance(pages, list) else [pages])
+    ]
+    assert {"errors": "micro", "guides/troubleshooting": "nrt_timeout"}[page] in terms
 
 
 @needs_browser
