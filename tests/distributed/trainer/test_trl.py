@@ -90,14 +90,10 @@ def stock(tmp_path_factory):
 def prefer(folder, ranks_with_data, more, ours=True):
     from trl import DPOConfig, DPOTrainer
 
-    reference = model()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(1.05)
     kind, arguments = with_mixin(DPOTrainer, DPOConfig) if ours else (DPOTrainer, DPOConfig)
     trainer = kind(
         model=model(),
-        ref_model=reference,
+        ref_model=reference_model(),
         args=arguments(**options(folder, ranks_with_data, **STEPS | more)),
         train_dataset=rows(prompt=((3, 4), 1), chosen=((5, 3, 4), 2), rejected=((4, 6), 3)),
         processing_class=tokenizer(),
@@ -116,6 +112,52 @@ def test_dpo(name, stock, tmp_path):
     for mine in run_ranks(prefer, ranks, str(tmp_path), ranks // more.get("tensor_parallel_size", 1), more):
         assert_same(mine, theirs, 1e-3)
         assert mine["rewards"] == pytest.approx(theirs["rewards"], rel=1e-3)
+
+
+def judge(folder, ranks_with_data, more, name, ours=True):
+    """KTO learns from completions that are good or bad, a reward model which of two is better."""
+    import trl
+
+    kinds = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    kind, arguments = with_mixin(*kinds) if ours else kinds
+    given = options(folder, ranks_with_data, **STEPS | more)
+    pairs = rows(prompt=((3, 4), 1), chosen=((5, 3, 4), 2), rejected=((4, 6), 3))
+    if name == "KTO":
+        data = pairs.rename_column("chosen", "completion").remove_columns("rejected")
+        data = data.add_column("label", [number % 2 == 0 for number in range(len(data))])
+        policy, extra = model(), {"ref_model": reference_model()}
+    else:
+        data, policy, extra = pairs, scorer(), {}
+    trainer = kind(model=policy, args=arguments(**given), train_dataset=data, processing_class=tokenizer(), **extra)
+    return finish(trainer, ours)
+
+
+def reference_model():
+    reference = model()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(1.05)
+    return reference
+
+
+def scorer():
+    from transformers import LlamaForSequenceClassification
+
+    config = model().config
+    config.num_labels, config.pad_token_id = 1, 2
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize("trainer", ["KTO", "Reward"])
+def test_of_judgements(trainer, name, stock, tmp_path):
+    pytest.importorskip("trl")
+    ranks, more = COMPOSITIONS[name]
+    with_data = ranks // more.get("tensor_parallel_size", 1)
+    theirs = stock(judge, with_data, trainer)[0]
+    for mine in run_ranks(judge, ranks, str(tmp_path), with_data, more, trainer):
+        assert_same(mine, theirs, 1e-3)
 
 
 # ---- Rewards of what the model generates -----------------------------------------------------------------------------
