@@ -101,8 +101,12 @@ class SaveLock:
         if self._thread.ident is not None:
             self._over.set()
             self._thread.join()
+            try:
+                is_own = self._is_own()
+            except (OSError, NeuronAccelError):
+                is_own = True  # as it was before
             with suppress(OSError, NeuronAccelError):
-                if self._is_own():
+                if is_own:
                     self._path.unlink()
         if self._file is not None:
             self._file.close()
