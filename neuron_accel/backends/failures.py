@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from neuron_accel.errors import CommunicationError
 
 # torch raises RuntimeError for a lost connection and for a wrong argument; only the message distinguishes them
@@ -51,6 +49,8 @@ def is_communication_failure(error: RuntimeError) -> bool:
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
+    import torch.distributed as dist
+
     return tuple(getattr(dist, name) for name in ("DistNetworkError", "DistStoreError") if hasattr(dist, name))
 
 

@@ -46,7 +46,7 @@ def test_no_link_of_the_site_is_dead(site):
 MESSAGES = {
     "errors": [
         "A global batch of … samples cannot be split evenly",
-        "Data-parallel ranks call different modules",
+        "Data-parallel ranks do not make the same calls",
         "The checkpoint has",
     ],
     "guides/troubleshooting": ["NCC_EOOM001", "NRT_TIMEOUT", "Address already in use"],

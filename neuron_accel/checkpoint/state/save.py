@@ -33,7 +33,7 @@ from neuron_accel.checkpoint.format.manifest import (
     numbered,
     read_manifest,
 )
-from neuron_accel.checkpoint.state.lock import SaveLock, describe
+from neuron_accel.checkpoint.state.lock import SaveLock, describe, this_process
 from neuron_accel.checkpoint.state.snapshot import Item, RankFacts, bytes_of, file_parts, tensors_header
 from neuron_accel.checkpoint.state.training import Contents
 from neuron_accel.engine.runtime.run import agreed
@@ -108,7 +108,7 @@ class SaveAttempt:
                 self._files.make_folder(self.folder / folder_of(kind))
             complete()
             self._previous = previous = self._find_previous()
-            if previous is not None and last not in (None, previous.info.get("save")):
+            if previous is not None and last not in (None, previous.info.get("save")) and not _is_own(previous):
                 raise _was_saved_by(previous, self.folder)
             return 0 if previous is None else previous.generation + 1
         except BaseException:
@@ -399,6 +399,11 @@ def facts_of(run: Run) -> RankFacts:
     degrees = {axis.name: axis.degree for axis in run.mesh.axes}
     coordinates = {axis: i for axis, i in run.coordinates.items() if degrees[axis] > 1}
     return RankFacts(coordinates=coordinates, replica=run.mesh.replica(run.backend.rank))
+
+
+def _is_own(manifest: Manifest) -> bool:
+    """Whether this process has saved it, by whichever accelerator."""
+    return manifest.info.get("saved_by") == this_process()
 
 
 def _was_saved_by(manifest: Manifest, folder: Location) -> CheckpointError:

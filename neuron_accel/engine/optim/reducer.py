@@ -154,7 +154,7 @@ class GradientReducer:
 
     # ---- what the watcher calls, see GradientOwner -------------------------------------------------------------------
     @property
-    def synchronises(self) -> bool:
+    def reduces_now(self) -> bool:
         """Whether gradients that arrive now are reduced."""
         return self._model.synchronises
 
@@ -242,7 +242,7 @@ class GradientOwner(Protocol):
     by_arrival: ClassVar[bool]
 
     @property
-    def synchronises(self) -> bool:
+    def reduces_now(self) -> bool:
         """Whether gradients that arrive now are to be reduced, or only accumulate."""
 
     @property
@@ -385,7 +385,7 @@ class BackwardWatcher:
     # ---- a pass ------------------------------------------------------------------------------------------------------
     def _arrived(self, number: int) -> None:
         bucket, index, record, is_late = self._watched[number]
-        if not self._owner.synchronises:
+        if not self._owner.reduces_now:
             if not self._owed[bucket]:
                 self.owe()
             return
@@ -461,7 +461,7 @@ class BackwardWatcher:
         """Called during a backward pass, once these buckets get no further gradients in it, whether or not some are
         missing. They are sent, after those before them. Without effect in a pass that does not synchronise, or whose
         buckets are sent at its end."""
-        if not self._owner.synchronises:
+        if not self._owner.reduces_now:
             return
         now = self._enter()
         if now.sends_early and not self._run.join.is_uneven:
@@ -475,7 +475,7 @@ class BackwardWatcher:
         Returns:
             Whether it was sent.
         """
-        if not self._owner.synchronises:
+        if not self._owner.reduces_now:
             return False
         now = self._enter()
         is_next = now.active[bucket] and bucket >= now.next and bucket not in now.told
@@ -496,7 +496,7 @@ class BackwardWatcher:
         now = self._pass
         if now is not None and not self._run.join.is_uneven:
             self._advance(now, everything=True)  # first, since some ranks have started these collectives in the pass
-        begun = (now is not None or self._owner.synchronises) and self.follow()
+        begun = (now is not None or self._owner.reduces_now) and self.follow()
         if now is not None or begun:
             self._complete(now or self._begin(self._owed))
 

@@ -174,7 +174,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         return [shard.bucket for shard in shards]
 
     @property
-    def synchronises(self) -> bool:
+    def reduces_now(self) -> bool:
         """Whether gradients that arrive now are reduced: those of every micro-batch, if they accumulate as shards. With
         uneven inputs none but the last of a step is then: a rank whose last batch completes a step early would reduce
         once where others reduce several times."""

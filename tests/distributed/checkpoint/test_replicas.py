@@ -17,6 +17,7 @@ from neuron_accel.checkpoint.tools.report import inspect, verify
 from neuron_accel.checkpoint.tools.reshard import Sharding, reshard
 from neuron_accel.contract import AxisKind, AxisSpec, Phase, PluginSpec, ReplicaState, ShardedState, StrategyPlugin
 from neuron_accel.engine.plan.mesh import Mesh
+from neuron_accel.engine.runtime.tensors import full_tensor
 from neuron_accel.errors import CheckpointError, UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint.checkpoint_support import (
@@ -135,7 +136,7 @@ def _state(trained: Trained) -> dict[str, dict[str, torch.Tensor]]:
     mine = next(run.state(p) for p in run.plan.plugins if p.spec.name == "diloco")
     layouts = {record.fqn: record.layout for record in model.parameters}
     kept = {
-        key: {n: contract.full_tensor(t.detach(), layouts[n], run).clone() for n, t in mine[key].items()}
+        key: {n: full_tensor(t.detach(), layouts[n], run).clone() for n, t in mine[key].items()}
         for key in ("weights", "momentum", "anchor")
     }
     return {**kept, "island": mine.get("loaded island")}

@@ -273,7 +273,7 @@ def refused(query, key, masked, other):
 
 def with_kernel(name, **options):
     """A model whose attention has a kernel, and what that is called with."""
-    from neuron_accel.models.attention import BlockwiseAttention, install_attention
+    from neuron_accel.models.attention import BlockwiseAttention
 
     calls = []
 
@@ -285,7 +285,7 @@ def with_kernel(name, **options):
 
     model = family(name)
     attention = BlockwiseAttention(None, 5, kernel=kernel, why_no_kernel=refused, **options)
-    undo = install_attention(model, attention, "the test")
+    undo = attention.install(model, "the test")
     return model, calls, undo
 
 

@@ -85,7 +85,7 @@ def test_activations_of_a_layer(family):
 
 def _published() -> float:
     """What a block of GPT-2 keeps in bfloat16, with core attention that is recomputed, in units of s b h / t bytes."""
-    from neuron_accel.models.attention import BlockwiseAttention, install_attention
+    from neuron_accel.models.attention import BlockwiseAttention
 
     kept = []
     for layers in (1, 2):
@@ -93,7 +93,7 @@ def _published() -> float:
         model = gpt2(**sizes, activation_function="gelu", use_cache=False).bfloat16()
         run = make_run(degree=4, sequence_parallel=True, regather=True)
         shard(model, run)
-        install_attention(model, BlockwiseAttention(run.backend), "the test")
+        BlockwiseAttention(run.backend).install(model, "the test")
         kept.append(_kept(model))
     return (kept[1] - kept[0]) / (BATCH * LENGTH * 64 / 4)
 
