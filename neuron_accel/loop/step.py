@@ -103,7 +103,7 @@ class Step:
         if num_items is None:
             return loss if share is None else loss * share.reshape(())
         if share is not None:  # a rank whose rows are all repeats has no items
-            num_items = torch.as_tensor(num_items, device=self._run.device) * (share > 0).reshape(())
+            num_items = self.items.on_device(num_items) * (share > 0).reshape(())
         return loss * (self.items.add(num_items) * steps)
 
     def _differentiate(self, loss: torch.Tensor, differentiate: Callable[[torch.Tensor], None]) -> None:
@@ -156,9 +156,14 @@ class ItemCount:
 
     def add(self, items: int | torch.Tensor) -> torch.Tensor:
         """Counts the items of a micro-batch; returns their number, 0-dim int64 on the run's device."""
-        count = torch.as_tensor(items, device=self._run.device).detach().to(torch.int64).reshape(())
+        count = self.on_device(items).to(torch.int64)
         self._count = count if self._count is None else self._count + count
         return count
+
+    def on_device(self, items: int | torch.Tensor) -> torch.Tensor:
+        """A number of items, 0-dim on the run's device. It is not a number where it gets there: torch_xla makes 0 and 1
+        constants of the graph, which ranks with other numbers would not have."""
+        return torch.as_tensor(items).detach().reshape(1).to(self._run.device).reshape(())
 
     def settle(self) -> None:
         """Divides the accumulated gradients by the number of items, once, if losses were given with items.

@@ -484,6 +484,7 @@ ON_XLA = (
     "reduced_before_the_step",
     "missing",
     "buffers",
+    "items",
 )
 """Those that are tried on lazy devices, where owners reduce in another way. The core refuses some of the others there,
 and each graph takes seconds to compile."""
