@@ -226,7 +226,7 @@ def slurm(session: nox.Session) -> None:
     missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
     if missing or os.getuid() != 0:
         session.skip("this starts Slurm's daemons as root: apt-get install slurmctld slurmd slurm-client munge")
-    install(session, NATIVE_TORCH, ".[test]")
+    install(session, ".[xla,test]", f"{EMULATION}[xla]")
     session.run(*PYTEST, "tests/slurm", *session.posargs, env={"NEURON_ACCEL_SLURM": "1"})
 
 
