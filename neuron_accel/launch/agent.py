@@ -25,7 +25,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, ProcessFailure, SignalException
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
 from neuron_accel.engine.plan.restart import RUN
@@ -216,8 +216,9 @@ def run_ranks(plan: LaunchPlan) -> Outcome:
             else "check that a launcher runs on every machine, with the same options but for its own --node-rank, and "
             "that the rendezvous can be reached at this port"
         )
+        without_text = "the run has ended" if isinstance(error, RendezvousClosedError) else type(error).__name__
         raise CommunicationError(
-            f"The rendezvous at {plan.endpoint} failed: {str(error).splitlines()[0]}",
+            f"The rendezvous at {plan.endpoint} failed: {next(iter(str(error).splitlines()), without_text)}",
             where=f"launch on {plan.request.nnodes} machine(s)",
             fix=fix,
         ) from error

@@ -111,6 +111,18 @@ def test_a_launcher_that_is_ended_by_a_signal(start, tmp_path, goes_on):
     assert len(list(tmp_path.glob("*_of_2"))) == (2 if goes_on else 0)
 
 
+def test_a_machine_that_comes_after_the_end_ends_with_an_error(start, tmp_path):
+    """A limit of torch's rendezvous, which is closed then, though the run has succeeded."""
+    (tmp_path / "train.py").write_text("")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    options = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "run", "--cpu", "--quiet"]
+    options += ["--rdzv-conf", "is_host=false,last_call_timeout=1", str(tmp_path / "train.py")]
+    assert start(*options).finish(timeout=60)[0] == 0
+    code, _, err = start(*options).finish(timeout=60)
+    assert code == 2, err
+    assert f"The rendezvous at 127.0.0.1:{store.port} failed: the run has ended" in err
+
+
 # ---- stamps, without launchers ---------------------------------------------------------------------------------------
 @pytest.fixture
 def watch():
