@@ -167,6 +167,8 @@ WRITES = {
 """What loops do to a parameter ``p``, or to those of a ``model`` or an ``optimizer``."""
 BY_PLACE = ("view", "rows")
 """Of these, those that ranks with a shard of a parameter do to other elements than one process does."""
+ON_HOST = ("numpy",)
+"""Those that need memory on the host."""
 LINEAR = tuple(road for road in EDITS if road not in ("data", "dropped"))
 """Edits that mean the same for the gradients of one rank and for their mean."""
 WRAPPERS = ("lookahead", "average", "schedule-free", "sam", "sam closure")
@@ -549,7 +551,7 @@ def _draw_between(fields: dict[str, Any], mesh: Composition) -> None:
     if fields["model"].startswith("llama"):
         one_of("kv_heads", 0.5, (1, 2, 4))
     others = any(fields.get(name) for name in ("uneven", "compiled", "half", "own_masks"))
-    if fields["loop"] != "plain" or others or fields["backend"] == "xla":
+    if fields["loop"] != "plain" or others:
         return
     if fields["model"] in ("complex", "odd", *PARAMETRIZED):
         return
@@ -557,7 +559,8 @@ def _draw_between(fields: dict[str, Any], mesh: Composition) -> None:
     simple = not fields.get("masked") and not fields.get("two_backwards")
 
     def roads(table: Iterable[str]) -> list[str]:
-        return [road for road in table if not (sliced and road in BY_PLACE)]
+        left_out = (*(BY_PLACE if sliced else ()), *(ON_HOST if fields["backend"] == "xla" else ()))
+        return [road for road in table if road not in left_out]
 
     one_of("wraps", 0.3, WRAPPERS)
     if fields.get("wraps"):
