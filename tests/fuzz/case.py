@@ -647,7 +647,8 @@ def _for_xla(fields: dict[str, Any], mesh: Composition) -> dict[str, Any]:
         "loader": loader if loader in ("map", "sampler", "tensors", "collate") else "map",
         "workers": 0,
         "recompute": False,  # torch.utils.checkpoint knows no XLA devices
-        "model": "mlp" if fields["model"] in ("sometimes", "spectral_norm") else fields["model"],
+        # torch_xla's GRU is traced by torch.fx, which ranks that are threads cannot do at the same time
+        "model": {"sometimes": "mlp", "spectral_norm": "mlp", "gru": "lstm"}.get(fields["model"], fields["model"]),
         "optimizer": "AdamW" if fields["optimizer"] == "AdamW fused" else fields["optimizer"],  # not for XLA devices
         # torch_xla loses what AveragedModel copies (docs/xla.md).
         "average": "" if fields.get("frozen") or fields.get("freeze_at") else fields.get("average", ""),
