@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -270,6 +272,7 @@ class EagerShard(BucketShard):
         of before, and assign it again."""
         for index in assigned:
             self._check_assigned(index)
+        self._check_memory(assigned)
         self._flat = self._new_flat()
         chunk = self._move_weights()
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
@@ -295,15 +298,21 @@ class EagerShard(BucketShard):
                 why="its optimizer's state was sharded for the earlier tensor",
                 fix="convert or move a model before `prepare`",
             )
-        begin, end = _addresses(parameter)
-        for record in (record for records in self.run.parameter_maps for record in records):
-            if record.current is None or record.current is parameter:
-                continue
-            first, last = _addresses(record.current)
-            if begin < last and first < end:
+
+    def _check_memory(self, assigned: Sequence[int]) -> None:
+        """Raises UsageError if tensors that were assigned have memory of other weights."""
+        if not assigned:
+            return
+        wanted = {id(self.bucket.records[index]) for index in assigned}
+        records = (record for records in self.run.parameter_maps for record in records)
+        found = [(*_addresses(record.current), record) for record in records if record.current is not None]
+        found.sort(key=itemgetter(0))
+        for (_, end, one), (begin, _, other) in pairwise(found):
+            if begin < end and begin and {id(one), id(other)} & wanted:  # 0: a weight without memory
+                fqn, owner = (other.fqn, one.fqn) if id(other) in wanted else (one.fqn, other.fqn)
                 raise UsageError(
-                    f"The weight {fqn!r} was assigned memory of the weight {record.fqn!r}.",
-                    where=where,
+                    f"The weight {fqn!r} was assigned memory of the weight {owner!r}.",
+                    where=f"plugin {self._plugin!r}",
                     why="in one process a change of one would change the other; here each is in a buffer of its own",
                     fix="assign a copy (`other.data = weight.data.clone()`), or tie weights before `prepare`",
                 )

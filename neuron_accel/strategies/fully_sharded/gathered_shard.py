@@ -263,6 +263,8 @@ class GatheredShard(EagerShard):
             if not self.is_gathered:
                 self._check_has_values(index, self.parameters[index])
             self._check_assigned(index)
+        self._check_memory(assigned)
+        for index in assigned:
             self._take(index, self.parameters[index].detach())
         for index in set(written).difference(assigned):
             self._take(index, self.parameters[index].detach().clone())
