@@ -649,6 +649,7 @@ def _for_xla(fields: dict[str, Any], mesh: Composition) -> dict[str, Any]:
         "recompute": False,  # torch.utils.checkpoint knows no XLA devices
         # torch_xla's GRU is traced by torch.fx, which ranks that are threads cannot do at the same time
         "model": {"sometimes": "mlp", "spectral_norm": "mlp", "gru": "lstm"}.get(fields["model"], fields["model"]),
+        "second": False,  # ranks that are threads have one generator, by which both would be drawn at the same time
         "optimizer": "AdamW" if fields["optimizer"] == "AdamW fused" else fields["optimizer"],  # not for XLA devices
         # torch_xla loses what AveragedModel copies (docs/xla.md).
         "average": "" if fields.get("frozen") or fields.get("freeze_at") else fields.get("average", ""),

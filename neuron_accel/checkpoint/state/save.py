@@ -82,6 +82,7 @@ class SaveAttempt:
         self._unlisted: list[Location] = []  # files that no manifest lists before the save is complete
         self._notes: list[Location] = []
         self._is_placing = False
+        self._is_handed_over = False  # whether the main process may list the files of this rank in a manifest
 
     # ---- enter -------------------------------------------------------------------------------------------------------
     def enter(self, complete: Callable[[], None], last: str | None) -> None:
@@ -146,7 +147,9 @@ class SaveAttempt:
         """
         run = self._run
         try:
-            parts = run.backend.all_gather_object(agreed(run, self.write), run.world)
+            part = agreed(run, self.write)
+            self._is_handed_over = True
+            parts = run.backend.all_gather_object(part, run.world)
             agreed(run, lambda: self.commit(parts) if self.is_main else None)
         except BaseException as error:  # not all ranks come here if one is lost or interrupted
             self.abandon(alone=isinstance(error, CommunicationError) or not isinstance(error, Exception))
@@ -222,9 +225,12 @@ class SaveAttempt:
 
     # ---- abandon -----------------------------------------------------------------------------------------------------
     def abandon(self, *, alone: bool = False) -> None:
-        """Removes what the save has made, as far as possible, but no file of a checkpoint whose manifest is in place.
-        Collective, unless this rank is ``alone``: at the end of its process, or because another is lost."""
+        """Removes what the save has made, as far as possible, but no file of a checkpoint whose manifest is in place or
+        may still be placed. Collective, unless this rank is ``alone``: at the end of its process, or because another is
+        lost. What the main process may list then stays: it alone decides, or the next save into the folder does."""
         backend, world = self._run.backend, self._run.world
+        if alone and self._is_handed_over and not self.is_main:
+            return
         stays = self._may_be_in_place()
         if not alone:
             stays = backend.broadcast_object(stays, world)
@@ -259,6 +265,11 @@ class SaveAttempt:
         if not self.is_main:
             self._notes.append(self._note(self._run.backend.rank))
             self._files.replace(self._notes[-1], json.dumps(note).encode())
+
+    def hand_over(self, note: Mapping[str, Any]) -> None:
+        """Leaves a note with the files that this rank has written."""
+        self._is_handed_over = True
+        self.leave_note(note)
 
     def _note(self, rank: int) -> Location:
         return self.folder / f".{self.token}.rank_{rank}.json"
@@ -380,7 +391,7 @@ class BackgroundSave:
                 with suppress(NeuronAccelError):  # on a full disk the note cannot be written either
                     attempt.leave_note({"error": str(error)})
                 raise
-            attempt.leave_note({"files": {path: [kind, w.size, w.checksums] for path, (kind, w) in part.items()}})
+            attempt.hand_over({"files": {path: [kind, w.size, w.checksums] for path, (kind, w) in part.items()}})
             self._written.set()
             if attempt.is_main:
                 attempt.commit([part, *attempt.wait_for_notes(lambda: self._failed_elsewhere)])

@@ -15,10 +15,11 @@ import torch
 from neuron_accel import NeuronAccelerator
 from neuron_accel.checkpoint.format.files import Files
 from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
+from neuron_accel.checkpoint.state import save as save_module
 from neuron_accel.checkpoint.state.lock import SaveLock
 from neuron_accel.checkpoint.state.session import Session
 from neuron_accel.checkpoint.tools.report import verify
-from neuron_accel.errors import CheckpointError
+from neuron_accel.errors import CheckpointError, CommunicationError
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint.checkpoint_support import BATCHES, TP2, Trained, assert_equal
 
@@ -52,6 +53,35 @@ def save(session: Session, folder: Path, background: bool, *, quiet: bool = True
             raise
         return False
     return True
+
+
+def lose_the_other_rank_after_the_manifest(folder):
+    """A rank whose connection closes at the end of a save cannot know whether the main process has placed the
+    manifest."""
+    trained, calls = Trained("llama", TP2), []
+    agreed = save_module.agreed
+
+    def cut_off(run, work):
+        calls.append(work)
+        result = agreed(run, work)
+        if len(calls) == 3 and run.backend.rank == 1:  # entered, written, committed
+            raise CommunicationError("a peer has most likely ended")
+        return result
+
+    save_module.agreed = cut_off
+    try:
+        trained.accelerator.save_state(folder)
+    except CommunicationError:
+        assert trained.accelerator.run.backend.rank == 1
+    finally:
+        save_module.agreed = agreed
+    assert len(calls) == 3
+    trained.accelerator.run.backend.barrier()
+    assert verify(Path(folder)) == []
+
+
+def test_a_rank_that_loses_the_others_removes_nothing_that_a_manifest_lists(tmp_path):
+    run_ranks(lose_the_other_rank_after_the_manifest, 2, str(tmp_path / "checkpoint"))
 
 
 def any_failed(accelerator: NeuronAccelerator, files: Failing) -> bool:
