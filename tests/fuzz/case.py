@@ -167,8 +167,6 @@ WRITES = {
 """What loops do to a parameter ``p``, or to those of a ``model`` or an ``optimizer``."""
 BY_PLACE = ("view", "rows")
 """Of these, those that ranks with a shard of a parameter do to other elements than one process does."""
-ON_HOST = ("numpy",)
-"""Those that need memory on the host."""
 LINEAR = tuple(road for road in EDITS if road not in ("data", "dropped"))
 """Edits that mean the same for the gradients of one rank and for their mean."""
 WRAPPERS = ("lookahead", "average", "schedule-free", "sam", "sam closure")
@@ -551,7 +549,7 @@ def _draw_between(fields: dict[str, Any], mesh: Composition) -> None:
     if fields["model"].startswith("llama"):
         one_of("kv_heads", 0.5, (1, 2, 4))
     others = any(fields.get(name) for name in ("uneven", "compiled", "half", "own_masks"))
-    if fields["loop"] != "plain" or others:
+    if fields["loop"] != "plain" or others or fields["backend"] == "xla":
         return
     if fields["model"] in ("complex", "odd", *PARAMETRIZED):
         return
@@ -559,8 +557,7 @@ def _draw_between(fields: dict[str, Any], mesh: Composition) -> None:
     simple = not fields.get("masked") and not fields.get("two_backwards")
 
     def roads(table: Iterable[str]) -> list[str]:
-        left_out = (*(BY_PLACE if sliced else ()), *(ON_HOST if fields["backend"] == "xla" else ()))
-        return [road for road in table if road not in left_out]
+        return [road for road in table if not (sliced and road in BY_PLACE)]
 
     one_of("wraps", 0.3, WRAPPERS)
     if fields.get("wraps"):
@@ -647,9 +644,7 @@ def _for_xla(fields: dict[str, Any], mesh: Composition) -> dict[str, Any]:
         "loader": loader if loader in ("map", "sampler", "tensors", "collate") else "map",
         "workers": 0,
         "recompute": False,  # torch.utils.checkpoint knows no XLA devices
-        # torch_xla's GRU is traced by torch.fx, which ranks that are threads cannot do at the same time
-        "model": {"sometimes": "mlp", "spectral_norm": "mlp", "gru": "lstm"}.get(fields["model"], fields["model"]),
-        "second": False,  # ranks that are threads have one generator, by which both would be drawn at the same time
+        "model": "mlp" if fields["model"] in ("sometimes", "spectral_norm") else fields["model"],
         "optimizer": "AdamW" if fields["optimizer"] == "AdamW fused" else fields["optimizer"],  # not for XLA devices
         # torch_xla loses what AveragedModel copies (docs/xla.md).
         "average": "" if fields.get("frozen") or fields.get("freeze_at") else fields.get("average", ""),
