@@ -67,6 +67,18 @@ def test_models_have_their_published_sizes():
     assert found == pytest.approx(published, rel=0.005)
 
 
+def test_models_are_those_that_the_planner_knows_by_name():
+    """Both lists have configurations of their own, and must not differ."""
+    from transformers import AutoConfig
+
+    known = pytest.importorskip("neuron_accel_plan.layout", reason="neuron-accel-plan is not installed").known_models()
+    both = known.keys() & {path.stem for path in FOLDER.glob("models/*.json")}
+    assert len(both) >= 5
+    for name in both:
+        config = AutoConfig.from_pretrained(FOLDER / "models" / f"{name}.json")
+        assert {key: getattr(config, key) for key in known[name]} == known[name], name
+
+
 def train(recipe, arguments, ranks):
     run_ranks(run_script, ranks, str(FOLDER / "train.py"), [str(recipe), *arguments], timeout=100)
 
