@@ -6,6 +6,7 @@ import json
 import math
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -77,6 +78,16 @@ def test_models_are_those_that_the_planner_knows_by_name():
     for name in both:
         config = AutoConfig.from_pretrained(FOLDER / "models" / f"{name}.json")
         assert {key: getattr(config, key) for key in known[name]} == known[name], name
+
+
+def test_a_recipe_is_counted():
+    pytest.importorskip("neuron_accel_plan", reason="neuron-accel-plan is not installed")
+    pytest.importorskip("neuron_accel_lora", reason="neuron-accel-lora is not installed")
+    recipe = FOLDER / "gemma-3-1b" / "lora-trn1.32xlarge.yaml"
+    command = [sys.executable, str(FOLDER / "train.py"), str(recipe), "--plan"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "fits: " in done.stdout.splitlines()[-1]
 
 
 def train(recipe, arguments, ranks):
