@@ -231,7 +231,8 @@ def _save_until_killed(root: str, reported: str) -> None:
         trained.step(BATCHES[index % len(BATCHES)])
         folder = trained.accelerator.save_state(async_save=index % 2 == 1)
         if index % 2 == 0 and trained.accelerator.is_main_process:  # returned: it is durable
-            Path(reported).write_text(Path(folder).name)
+            with open(reported, "a") as file:  # a whole line at once: the kill may come between opening and writing
+                file.write(f"{Path(folder).name}\n")
             if index == 0:
                 Path(reported + ".started").touch()
 
@@ -268,7 +269,7 @@ def test_killed_at_a_random_moment_the_latest_loads_and_nothing_reported_is_lost
     with pytest.raises(RanksError):
         run_ranks(_kill_at_random, 2, str(tmp_path), seed, timeout=60, grace=1)
     found = latest(tmp_path / "checkpoints")
-    reported = (tmp_path / "reported").read_text()
+    reported = (tmp_path / "reported").read_text().splitlines()[-1]
     assert int(found.name.split("_")[1]) >= int(reported.split("_")[1])
     left = run_ranks(_load_latest, 1, str(tmp_path))[0]
     assert left <= 2
