@@ -13,7 +13,7 @@ from pathlib import Path
 from sphinx.addnodes import pending_xref
 from sphinx.errors import ExtensionError
 
-from neuron_accel import contract, errors
+from neuron_accel import __version__, contract, errors
 from neuron_accel.cli.main import build_parser
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,6 +21,7 @@ from messages import messages, rows
 
 project = "neuron_accel"
 author = "The neuron_accel developers"
+release = __version__
 copyright = "The neuron_accel developers, Apache-2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -33,9 +34,11 @@ maximum_signature_line_length = 110
 myst_heading_anchors = 3
 # Links to files outside the site, which are there in the repository.
 suppress_warnings = ["myst.xref_missing", "myst.header"]
-exclude_patterns = ["_build", "figures"]
+exclude_patterns = ["_build", "figures", "static"]
 html_theme = "furo"
-html_title = "neuron_accel"
+html_title = f"neuron_accel {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 CONTRACT = {
     "Plugins and the plan": ("engine.plan",),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser import needs_browser
+from tests.browser import browser, needs_browser, resize
 from tests.docs.site import dead_links, pages, seen_in_a_browser
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,23 @@ def test_errors_are_found_by_their_text(page, site):
 @needs_browser
 def test_no_page_of_the_site_has_an_error(site):
     assert [*seen_in_a_browser(site)] == []
+
+
+@needs_browser
+@pytest.mark.parametrize("page", ["index", "recipes", "tutorial"])
+def test_code_of_first_pages_fits_at_1280_pixels_and_figures_of_phones_are_legible(page, site):
+    with browser() as driver:
+        resize(driver, 1280, 900)
+        driver.get((site / f"{page}.html").as_uri())
+        cut = "return [...document.querySelectorAll('.highlight-python pre, .highlight-console pre')]" + (
+            ".filter(code => code.scrollWidth > code.clientWidth + 1).map(code => code.innerText)"
+        )
+        assert driver.execute_script(cut) == []
+        resize(driver, 400, 900)
+        figures = driver.execute_script("return [...document.querySelectorAll('article p > img')].map(i => i.width)")
+        window = driver.execute_script("return document.documentElement.scrollWidth")
+        assert window == 400
+        assert all(width >= 700 for width in figures)
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
