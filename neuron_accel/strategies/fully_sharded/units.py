@@ -250,6 +250,10 @@ class Units:
     def _after_forward(self, unit: Unit, _: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
             return
+        if not self._run.backend.is_lazy:
+            # Autocast keeps casted weights, in full, until its context ends: they are to be freed, and if the call for
+            # another micro-batch used them, too, they would have gradients only after all of this module.
+            torch.clear_autocast_cache()
         if not torch.is_grad_enabled():
             if self._reshard or not self._model.runs_backward:
                 unit.release()

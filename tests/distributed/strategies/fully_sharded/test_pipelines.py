@@ -107,6 +107,34 @@ def test_uneven_inputs(plugin):
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-8, msg=name)
 
 
+def casted(plugins):
+    """Losses and weights of training under autocast."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": [pipeline(2, 2), *plugins]}, mixed_precision="bf16")
+    torch.manual_seed(0)
+    model = llama(blocks=4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    size, rank = accelerator.data_parallel_size, accelerator.data_parallel_rank
+    losses = []
+    for batch in token_batches(3, size=8):
+        loss = model(**{name: value.chunk(size)[rank] for name, value in batch.items()}).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("plugin", [STAGE_2, STAGE_3], ids=["stage 2", "stage 3"])
+def test_autocast_is_that_of_zero1(plugin):
+    """All micro-batches run in one autocast context, whose cache of casted weights would join their backward passes."""
+    (losses, expected), (own, found) = run_ranks(casted, 4, ["zero1"])[0], run_ranks(casted, 4, [plugin])[0]
+    assert own == pytest.approx(losses, rel=1e-3)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-2, atol=2e-4, msg=name)
+
+
 # ---- further families ------------------------------------------------------------------------------------------------
 def bloom():
     """The first operation of a block is a layer norm, whose gradients are computed at once."""
