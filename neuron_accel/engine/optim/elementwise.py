@@ -264,13 +264,14 @@ def _twin(
 def _prepare_options(options: dict[str, Any], group: Mapping[str, Any], owner: torch.Tensor | None) -> None:
     """Copies the values of the options of a trial, with another learning rate where this one would not do."""
     parameters = options["params"]
-    options.update({k: v if names_parameters(v) else copy.deepcopy(v) for k, v in options.items() if k != "params"})
+    kept = ("params", "lr")
+    options.update({k: v if names_parameters(v) else _on_host(v) for k, v in options.items() if k not in kept})
     if "param_names" in options and owner is not None:
         position = next(i for i, p in enumerate(group["params"]) if p is owner)
         options["param_names"] = [group["param_names"][position]] * len(parameters)
     lr = options.get("lr")
     if torch.is_tensor(lr):
-        options["lr"] = torch.full_like(lr, 1e-2)  # reading it could stall a device
+        options["lr"] = torch.full(lr.shape, 1e-2, dtype=lr.dtype)  # reading it could stall a device
     elif lr == 0:  # as at the start of a warm-up; without updates the test would always succeed
         options["lr"] = 1e-2
 
@@ -279,6 +280,12 @@ def _initial(value: Any, owner: torch.Tensor, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != owner.shape:
-        return value.detach().clone()
+        return _on_host(value)
     first = value.detach().reshape(-1)[0]
     return torch.full_like(parameter.detach(), float(first.real if first.is_complex() else first))
+
+
+def _on_host(value: Any) -> Any:
+    """Returns a copy of a value, a tensor on the host. What a trial left on a lazy device would be in the graph of the
+    ranks that have not collected their garbage yet."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -300,6 +300,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         return result
 
     def _test_own(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+        self._run.backend.step_boundary()  # a trial reads state
         found = self.trial(self._twin.of_shards, name, arguments, options, by_parameter=self._keeps_parameters)
         everyone = self._everyone(found)
         reason = next((reason for reason, _ in everyone if reason is not None), None)
