@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from neuron_accel.engine.optim.held import all_groups, state_of
-from neuron_accel.engine.optim.twin import StandIn, attributes_of, names_parameters, translate, twin
+from neuron_accel.engine.optim.held import all_groups, each_optimizer, is_state_of, state_of
+from neuron_accel.engine.optim.twin import STRUCTURE, StandIn, attributes_of, names_parameters, translate, twin
 
 _CUT = 24 * 40 // 3 + 7
 _STEPS = 3
@@ -251,6 +252,10 @@ def _twin(
         if known.get(owner):
             state[mine.parameter] = {n: _initial(v, owner, mine.parameter) for n, v in known[owner].items()}
     trial = twin(optimizer, [{**group, "params": parameters}], state, of=[group])
+    everyone = each_optimizer(trial)
+    for each in everyone:
+        own = {name: v for name, v in vars(each).items() if name not in STRUCTURE and not is_state_of(v, everyone)}
+        vars(each).update({name: _apart(value) for name, value in own.items()})
     for options in all_groups(trial):
         _prepare_options(options, group, owner)
     if owner is not None:
@@ -283,6 +288,16 @@ def _initial(value: Any, owner: torch.Tensor, parameter: torch.Tensor) -> Any:
         return _on_host(value)
     first = value.detach().reshape(-1)[0]
     return torch.full_like(parameter.detach(), float(first.real if first.is_complex() else first))
+
+
+def _apart(value: Any) -> Any:
+    """Returns a copy of an attribute that is a tensor, or a list or dict of tensors and plain values, to which a step
+    may write; another value as it is."""
+    leaves, form = tree_flatten(value)
+    plain = (bool, int, float, complex, str, type(None), torch.Tensor)
+    if any(isinstance(leaf, nn.Parameter) or not isinstance(leaf, plain) for leaf in leaves) or names_parameters(value):
+        return value
+    return tree_unflatten([_on_host(leaf) for leaf in leaves], form)
 
 
 def _on_host(value: Any) -> Any:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # optimizer is constructed from its class: it is either copied for other parameters, with its state sharded like them,
 # or, if its constructor was recorded by :func:`make_optimizer_constructor_lazy`, constructed at the end. The following
 # attributes are not copied: a scheduler wraps `step` on the original object, and the others are set.
-_OWN = ("step", "state", "param_groups", "_neuron_accel_recipe")
+STRUCTURE = ("step", "state", "param_groups", "_neuron_accel_recipe")
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def knows_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
     None."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     everyone = each_optimizer(optimizer)
-    named = [item for each in everyone for item in vars(each).items() if item[0] not in _OWN]
+    named = [item for each in everyone for item in vars(each).items() if item[0] not in STRUCTURE]
     named = [item for item in named if not is_state_of(item[1], everyone)]
     named += [item for group in all_groups(optimizer) for item in group.items() if item[0] != "params"]
     for name, value in named:
@@ -184,7 +184,7 @@ def translate(optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor,
     everyone = each_optimizer(optimizer)
     for each in everyone:
         for name, value in vars(each).items():
-            if name not in _OWN and not is_state_of(value, everyone):
+            if name not in STRUCTURE and not is_state_of(value, everyone):
                 vars(each)[name] = translated(value, stand_ins)
     for group in all_groups(optimizer):
         for name, value in group.items():

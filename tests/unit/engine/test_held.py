@@ -9,6 +9,7 @@ from torch import nn
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure
 from neuron_accel.engine.optim.held import held_optimizers, state_of
 from neuron_accel.engine.optim.twin import twin
+from tests.distributed.optimizers import Lookahead
 
 
 def parameters():
@@ -101,3 +102,27 @@ def test_the_state_of_both_is_one():
     assert len(state) == 2
     alone = adam(parameters())
     assert state_of(alone) is alone.state
+
+
+class Counting(torch.optim.SGD):
+    """Counts in attributes of its own, in place."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.seen, self.kept, self.counts = torch.zeros(()), [], {"steps": 0}
+
+    def step(self, closure=None):
+        self.seen += 1
+        self.kept.append(torch.ones(2))
+        self.counts["steps"] += 1
+        return super().step()
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_trials_leave_attributes_as_they_were(wraps):
+    inner = Counting([nn.Parameter(torch.ones(3, 3))])
+    optimizer = Lookahead(inner) if wraps else inner
+    assert is_elementwise(optimizer)
+    assert is_separable(optimizer)
+    assert not needs_closure(optimizer)
+    assert (float(inner.seen), inner.kept, inner.counts) == (0.0, [], {"steps": 0})
