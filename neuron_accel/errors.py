@@ -10,6 +10,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "ConfigurationError",
+    "CorruptionError",
+    "DesyncError",
+    "LayoutError",
+    "NeuronAccelError",
+    "NonFiniteError",
+    "ParameterError",
+    "PlanError",
+    "PluginError",
+    "RecompileError",
+    "UnsupportedModelError",
+    "UsageError",
+    "did_you_mean",
+]
+
 
 class NeuronAccelError(Exception):
     """Base class of this package's errors.

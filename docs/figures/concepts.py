@@ -31,7 +31,8 @@ from neuron_accel import (
     TensorParallelPlugin,
     Zero1Plugin,
 )
-from neuron_accel.contract import AxisKind, AxisSpec, Claim, Cut, Layout, Mesh, Phase, Plan, dry_plan
+from neuron_accel.commands import dry_plan
+from neuron_accel.contract import AxisKind, AxisSpec, Claim, Cut, Layout, Mesh, Phase, Plan
 from neuron_accel.engine.plan.registry import default_registry
 
 RANKS = (BLUE, ORANGE, GREEN, PURPLE)

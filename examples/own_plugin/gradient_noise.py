@@ -11,15 +11,14 @@ import torch
 
 from neuron_accel.contract import (
     Claim,
-    GradientPart,
     ParameterRecord,
     Phase,
     PluginSpec,
     PreparedModel,
     Run,
     StrategyPlugin,
-    elsewhere,
     global_norm,
+    gradient_parts,
 )
 
 
@@ -72,12 +71,11 @@ class GradientNoise(StrategyPlugin):
             return  # more micro-batches follow
         run.join.collective_only("GradientNoise")  # says so if a rank has run out of data
         count = max((len(squares) for squares in state["squares"].values()), default=1)
-        parts = elsewhere(run)
-        for parameter, squares in state["squares"].items():
-            record = run.find_parameter(parameter)
-            norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device=run.device)
-            parts.append(GradientPart(norm, record.axes, record.replicas))
+        zero = torch.zeros((), device=run.device)
+        norms = {p: torch.stack(squares).sum().sqrt() if squares else zero for p, squares in state["squares"].items()}
+        for squares in state["squares"].values():
             squares.clear()
+        parts = gradient_parts(norms, run, norms)
         # Each was divided by `count`, the number of micro-batches of a step.
         one = run.backend.all_reduce(global_norm(parts, run) ** 2 * count, ranks) / ranks.size
         clipping, n = run.owner(Claim.GRADIENT_CLIPPING), count * ranks.size

@@ -24,8 +24,7 @@ from neuron_accel.contract import (
     StrategyPlugin,
     clip_by_norm,
     clip_by_value,
-    clip_coefficient,
-    global_norm,
+    gradient_parts,
 )
 from neuron_accel.testing import Trace
 
@@ -402,11 +401,11 @@ class Owner(StrategyPlugin):
 
     def clip_grad_norm(self, parameters, max_norm, norm_type, run):
         self.finish(run)
-        return clip_by_norm(parameters, max_norm, norm_type, run)
+        return clip_by_norm(gradient_parts(parameters, run), max_norm, norm_type, run)
 
     def clip_grad_value(self, parameters, clip_value, run):
         self.finish(run)
-        clip_by_value(parameters, clip_value)
+        clip_by_value(gradient_parts(parameters, run), clip_value)
 
     def scale_gradients(self, parameters, factor, run):
         self.finish(run)
@@ -458,7 +457,7 @@ class IgnoresNoSync(Owner):
 
 class ClipsTooEarly(Owner):
     def clip_grad_norm(self, parameters, max_norm, norm_type, run):
-        return clip_by_norm(parameters, max_norm, norm_type, run)
+        return clip_by_norm(gradient_parts(parameters, run), max_norm, norm_type, run)
 
 
 class ClipsOnlyTheEuclideanNorm(Owner):
@@ -468,7 +467,7 @@ class ClipsOnlyTheEuclideanNorm(Owner):
 
 class ClipsValuesTooEarly(Owner):
     def clip_grad_value(self, parameters, clip_value, run):
-        clip_by_value(parameters, clip_value)
+        clip_by_value(gradient_parts(parameters, run), clip_value)
 
 
 class ScalesTooEarly(Owner):
@@ -614,10 +613,7 @@ class CountsTwice(Owner):
             for record in self.records(run)
             if id(record.current) in wanted and record.current.grad is not None
         ]
-        norm = global_norm(parts, run, norm_type)
-        for part in parts:
-            part.tensor.mul_(clip_coefficient(norm, max_norm))
-        return norm
+        return clip_by_norm(parts, max_norm, norm_type, run)
 
 
 BREAKS = {

@@ -17,10 +17,9 @@ from neuron_accel.contract import (
     ShardedOptimizer,
     StrategyPlugin,
     UsageError,
-    clip_coefficient,
-    global_norm,
-    scale_parts,
-    unsharded_gradients,
+    clip_by_norm,
+    clip_by_value,
+    gradient_parts,
 )
 from neuron_accel.testing import PluginConformance
 
@@ -77,18 +76,15 @@ class ShardedStatePlugin(StrategyPlugin):
             optimizer.take_user_weights()
 
     def clip_grad_norm(self, parameters, max_norm, norm_type, run):
-        parts = self._parts(parameters, run)
-        norm = global_norm(parts, run, norm_type)
-        scale_parts(parts, clip_coefficient(norm, max_norm))
-        return norm
+        return clip_by_norm(self._parts(parameters, run), max_norm, norm_type, run)
 
     def clip_grad_value(self, parameters, clip_value, run):
-        for part in self._parts(parameters, run):
-            if part.tensor is not None:
-                part.tensor.clamp_(-clip_value, clip_value)
+        clip_by_value(self._parts(parameters, run), clip_value)
 
     def scale_gradients(self, parameters, factor, run):
-        scale_parts(self._parts(parameters, run), factor)
+        for part in self._parts(parameters, run):
+            if part.tensor is not None:
+                part.tensor.mul_(factor)
 
     def full_gradient(self, parameter, run):
         self._parts([], run)
@@ -112,7 +108,7 @@ class ShardedStatePlugin(StrategyPlugin):
             waits.flush()
         sharded = {p for optimizer in self._optimizers(run) for p in optimizer.sharded_parameters}
         parts = [part for optimizer in self._optimizers(run) for part in optimizer.gradient_parts(parameters)]
-        return [*parts, *unsharded_gradients([p for p in parameters if p not in sharded], run)]
+        return [*parts, *gradient_parts([p for p in parameters if p not in sharded], run)]
 
 
 class TestShardedState(PluginConformance):

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "backends": {"backends", "doors", "errors"},
     "engine": {"engine", "backends", "doors", "errors"},
     "contract": {"models", "lazy", "engine", "backends", "errors"},
-    "commands": {"web_page", "terminal", "cli", "launch"},
+    "commands": {"web_page", "terminal", "cli", "launch", "engine"},
     "models": {"models", "engine", "errors"},
     "lazy": {"lazy", "engine", "checkpoint", "errors"},
     "strategies": {"strategies", "contract"},

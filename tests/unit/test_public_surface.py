@@ -25,6 +25,7 @@ MODULES = (
     "neuron_accel",
     "neuron_accel.commands",
     "neuron_accel.contract",
+    "neuron_accel.errors",
     "neuron_accel.testing",
     "neuron_accel.testing.devices",
 )

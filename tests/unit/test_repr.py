@@ -42,10 +42,10 @@ EXEMPT = {
     "NeuronTrainerMixin",
     "NeuronSeq2SeqTrainingArguments",
     "NeuronModelForCausalLM",
-    "ShardedGrad",
+    "UnitsOfModel",
 }
 """A class of tests, what others derive from (of them pytest, and the class beside it, show instances), a class that has
-no instances, and a gradient, which shows its values as every tensor does."""
+no instances, and a protocol."""
 
 SHOWN_BY_OTHERS = (nn.Module, torch.optim.Optimizer, NeuronTrainingArguments)
 """torch and transformers show these, on several lines."""
@@ -69,9 +69,9 @@ def decoder() -> nn.Module:
 
 def sharded_state(optimizer) -> list[object]:
     (shard,) = optimizer.optimizer.shards
-    lazy = contract.LazyShard.__new__(contract.LazyShard)
+    lazy = contract.LazyGatheredShard.__new__(contract.LazyGatheredShard)
     vars(lazy).update(bucket=shard.bucket, partition=shard.partition)
-    return [optimizer.optimizer, shard, lazy, shard.partition, shard.pieces[0], optimizer.optimizer._buffers]
+    return [optimizer.optimizer, shard, lazy]
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,6 @@ def objects(tmp_path_factory) -> list[object]:
         pass
     traffic.transfers.append(transfer := contract.Transfer(op="all_reduce", group="dp", size=2, sent=64))
     reducer = contract.GradientReducer(prepared, run)
-    bucket = contract.make_buckets(records, 1 << 20, run.mesh)[0]
-    weights = contract.WeightShard(read=torch.Tensor, start=0, stop=8, axes=("dp",), gather=torch.Tensor, changed=int)
     other = nn.Linear(4, 4)
     tiny = SimpleNamespace(model_type="tiny", hidden_size=8)
     arguments = NeuronTrainingArguments(str(tmp_path_factory.mktemp("trainer")), use_cpu=True, report_to=[])
@@ -123,8 +121,6 @@ def objects(tmp_path_factory) -> list[object]:
         traffic,
         transfer,
         reducer,
-        bucket,
-        weights,
         sharded,
         layout,
         LocalBoard(),
@@ -144,7 +140,8 @@ def objects(tmp_path_factory) -> list[object]:
         PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=4),
         contract.Stages(axis="pp", blocks=((2,), (2,)), microbatches=4, in_flight=(2, 1), bubble=0.2),
         *sharded_state(optimizer),
-        contract.HostCopy(torch.ones(4), [2, 2]),
+        contract.ShardedWeights(run, "fully_sharded"),
+        contract.Unit("blocks.0", nn.Linear(4, 4), 1),
         contract.Architecture.of(decoder()),
         contract.Style(kind="rowwise"),
         contract.Stack.of(decoder()),

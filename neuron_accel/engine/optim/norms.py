@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,18 +32,27 @@ class GradientPart:
         return f"<{type(self).__name__}: {held}, axes {self.axes}, replicas {self.replicas}>"
 
 
-def unsharded_gradients(parameters: Iterable[torch.Tensor], run: Run) -> list[GradientPart]:
-    """Returns the gradients ``parameter.grad`` of ``parameters`` as :class:`GradientPart` objects."""
+def gradient_parts(
+    parameters: Iterable[torch.Tensor], run: Run, values: Mapping[torch.Tensor, torch.Tensor] | None = None
+) -> list[GradientPart]:
+    """Returns what this rank has of the gradients of ``parameters``, in :func:`global_norm`'s terms.
+
+    Args:
+        parameters: parameters of prepared models, sharded or not; the same on every rank that holds them.
+        run: the run.
+        values: what this rank has of each, if that is not ``parameter.grad``.
+    """
     parts = []
     for parameter in parameters:
-        if parameter.grad is not None:
+        value = parameter.grad if values is None else values.get(parameter)
+        if value is not None:
             record = run.find_parameter(parameter)
             axes, replicas = (record.axes, record.replicas) if record else ((), 1)
-            parts.append(GradientPart(parameter.grad, axes, replicas))
-    return [*parts, *elsewhere(run)]
+            parts.append(GradientPart(value, axes, replicas))
+    return [*parts, *parts_of_others(run)]
 
 
-def elsewhere(run: Run, axes: Iterable[str] = ()) -> list[GradientPart]:
+def parts_of_others(run: Run, axes: Iterable[str] = ()) -> list[GradientPart]:
     """Returns an empty part for every gradient that only some ranks along an axis have, so that all ranks take part in
     the same reductions. ``axes`` are added to the axes of each part."""
     records = (record for model in run.models for record in model.parameters if record.holders)
@@ -96,18 +105,11 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.abs() if tensor.is_complex() else tensor).float()
 
 
-def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Returns the factor that reduces the norm of gradients to at most ``max_norm``; 0-dim. Uses the same small
-    constant as :func:`torch.nn.utils.clip_grad_norm_`."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def clip_by_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, run: Run) -> torch.Tensor:
-    """Scales reduced gradients ``parameter.grad`` in place, so that their global norm is at most ``max_norm``. For
-    owners of gradient clipping that keep gradients at their parameters. Collective.
+def clip_by_norm(parts: Iterable[GradientPart], max_norm: float, norm_type: float, run: Run) -> torch.Tensor:
+    """Scales reduced gradients in place, so that their global norm is at most ``max_norm``. Collective.
 
     Args:
-        parameters: parameters of prepared models, sharded or not; the same on every rank that holds them.
+        parts: what this rank has of the gradients, see :func:`gradient_parts`.
         max_norm: the maximum norm.
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
         run: the run.
@@ -116,15 +118,21 @@ def clip_by_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type:
         The norm before clipping, with every element of the original parameters counted once; 0-dim, float32, equal on
         every rank.
     """
-    norm = global_norm(unsharded_gradients(parameters, run), run, norm_type)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm).to(gradients[0].device))
+    parts = list(parts)
+    norm = global_norm(parts, run, norm_type)
+    scale_parts(parts, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # as torch.nn.utils.clip_grad_norm_
     return norm
 
 
-def clip_by_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-    """Clamps reduced gradients ``parameter.grad`` to ``[-clip_value, clip_value]``, in place."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.clamp_(-clip_value, clip_value)
+def clip_by_value(parts: Iterable[GradientPart], clip_value: float) -> None:
+    """Clamps the elements that this rank has of reduced gradients to ``[-clip_value, clip_value]``, in place."""
+    for part in parts:
+        if part.tensor is not None:
+            part.tensor.clamp_(-clip_value, clip_value)
+
+
+def scale_parts(parts: Iterable[GradientPart], factor: torch.Tensor) -> None:
+    """Multiplies the elements that this rank has of gradients by a 0-dim tensor, in place."""
+    tensors = [part.tensor for part in parts if part.tensor is not None]
+    if tensors:
+        torch._foreach_mul_(tensors, factor.to(tensors[0].device))

@@ -62,9 +62,6 @@ class SendBuffers:
         self._travelling: deque[tuple[EagerShard, Buffer]] = deque()
         self._free: list[Buffer] = []
 
-    def __repr__(self) -> str:
-        return f"<SendBuffers: {len(self._travelling)} of at most {self._limit} are sent, {len(self._free)} are free>"
-
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
         """Returns a buffer for ``numel`` elements."""
         while len(self._travelling) >= self._limit:

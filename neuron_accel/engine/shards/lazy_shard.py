@@ -448,9 +448,6 @@ class HostCopy:
         self.parts = full.split(list(lengths))
         self._gathered, self._digest = full, _digest(full)
 
-    def __repr__(self) -> str:
-        return f"<HostCopy: {len(self.parts)} slices, {self._gathered.numel()} elements>"
-
     def is_still(self, values: Sequence[Any]) -> bool:
         """Returns whether ``values`` are the slices and were not written to. Contents are compared, since writes may
         bypass autograd's version counter."""

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.optim.buckets import Bucket, used_anywhere
-from neuron_accel.engine.optim.elementwise import needs_closure
-from neuron_accel.engine.optim.norms import GradientPart, clip_coefficient, elsewhere, global_norm
+from neuron_accel.engine.optim.elementwise import is_separable, needs_closure, why_not_elementwise
+from neuron_accel.engine.optim.norms import GradientPart, clip_by_norm, parts_of_others
 from neuron_accel.engine.optim.own_methods import OwnMethods
 from neuron_accel.engine.optim.reducer import BackwardWatcher
 from neuron_accel.engine.optim.twin import StatePiece
@@ -28,7 +28,7 @@ from neuron_accel.engine.shards.build import ShardBuilder
 from neuron_accel.engine.shards.shard import BucketShard
 from neuron_accel.engine.shards.shard_twin import ShardTwin
 from neuron_accel.engine.shards.state_dict import load_state, state_pieces, state_with_places
-from neuron_accel.errors import ParameterError, UsageError
+from neuron_accel.errors import ParameterError, PlanError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
@@ -60,6 +60,8 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
 
     Raises:
         UsageError: if the optimizer cannot step without a closure.
+        PlanError: if the update of a shard by itself would differ from that of all parameters, or the device cannot do
+            what an option asks for.
         ParameterError: if it holds a parameter of no prepared model.
     """
 
@@ -87,7 +89,8 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
     ) -> None:
         # Like Accelerate's wrapper, this has the interface of an optimizer but does not call its constructor, which
         # would create groups, state and defaults of its own.
-        refuse_closures(optimizer, plugin)
+        _check_device(run, plugin, partition=partition, overlap_gather=overlap_gather)
+        _check_optimizer(optimizer, plugin, title, partition)
         ShardBuilder.__init__(
             self, optimizer, run, plugin, title, optimizer_dtype, higher_cc_precision, bucket_cap_mb, partition
         )
@@ -226,7 +229,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         may be changed in place."""
         wanted = set(parameters)
         parts = [part for shard in self.shards for part in shard.gradient_parts(wanted)]
-        return [*parts, *elsewhere(self._run, self.shard_axes)]
+        return [*parts, *parts_of_others(self._run, self.shard_axes)]
 
     @property
     def sharded_parameters(self) -> set[torch.Tensor]:
@@ -268,8 +271,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         self._sync_user_weights()
         if self._max_norm is not None:
             parts = self.gradient_parts(p for group in self.param_groups for p in group["params"])
-            self.grad_norm = global_norm(parts, self._run)
-            scale_parts(parts, clip_coefficient(self.grad_norm, self._max_norm))
+            self.grad_norm = clip_by_norm(parts, self._max_norm, 2.0, self._run)
         with self._twin.updating():
             self.inner.step(**options)
         self.gather_weights()
@@ -335,9 +337,10 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
             shard.sync_user_weights()
 
     def take_user_weights(self) -> None:
-        """Takes weights that the loop has assigned or written to."""
+        """Takes weights that the loop has assigned or written to, before a checkpoint is written. Collective."""
         self.settle()
-        self._sync_user_weights()
+        for shard in self.shards:
+            shard.before_save()
 
     def gather_weights(self) -> None:
         """Gathers the updated weights on every rank; with ``overlap_gather``, starts to."""
@@ -397,21 +400,49 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
             shard.drop_gradients()
 
 
-def scale_parts(parts: Iterable[GradientPart], coefficient: torch.Tensor) -> None:
-    """Multiplies this rank's shards of gradients in place."""
-    tensors = [part.tensor for part in parts if part.tensor is not None]
-    if tensors:
-        torch._foreach_mul_(tensors, coefficient.to(tensors[0].dtype.to_real()))
+def _check_device(run: Run, plugin: str, *, partition: str, overlap_gather: bool) -> None:
+    if not run.backend.is_lazy:
+        return
+    if overlap_gather:
+        raise PlanError(
+            "Weights cannot be gathered while the next step begins.",
+            where=f"plugin {plugin!r}, overlap_gather=True, backend {run.backend.name!r}",
+            why="this device compiles a step into one graph, which the compiler orders",
+            fix="leave overlap_gather out",
+        )
+    if partition == "parameters":
+        raise PlanError(
+            "Ranks that hold different parameters run different graphs.",
+            where=f"plugin {plugin!r}, partition='parameters', backend {run.backend.name!r}",
+            why="this device compiles one graph for all ranks",
+            fix="use partition='even', with an element-wise optimizer",
+        )
 
 
-def refuse_closures(optimizer: torch.optim.Optimizer, plugin: str) -> None:
-    """Raises UsageError, in the name of ``plugin``, for an optimizer that cannot step without a closure."""
+def _check_optimizer(optimizer: torch.optim.Optimizer, plugin: str, title: str, partition: str) -> None:
+    name = type(optimizer).__name__
     if needs_closure(optimizer):
         raise UsageError(
-            f"{type(optimizer).__name__} evaluates a closure inside its step, which sharded state does not support.",
+            f"{name} evaluates a closure inside its step, which sharded state does not support.",
             where=f"plugin {plugin!r}",
             why="it runs forward and backward several times inside a step, and uses all parameters at once",
             fix="train without sharding the optimizer's state",
+        )
+    if not is_separable(optimizer):
+        raise PlanError(
+            f"{name} uses all parameters together (or draws random numbers), but with {title} each rank updates only "
+            "some of them.",
+            where=f"plugin {plugin!r}",
+            why="a norm over all of them, or an estimate of the best learning rate, would differ between ranks",
+            fix=f"train without {title}, or choose an optimizer that updates each parameter independently",
+        )
+    reason = why_not_elementwise(optimizer) if partition == "even" else None
+    if reason is not None:
+        raise PlanError(
+            f"{name} is not element-wise, but with {title} each rank updates shards of parameters.",
+            where=f"plugin {plugin!r}, partition='even'",
+            why=reason,
+            fix="use partition='parameters'",
         )
 
 

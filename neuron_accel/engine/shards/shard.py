@@ -172,6 +172,10 @@ class BucketShard(ABC):
     def sync_user_weights(self) -> None:
         """Applies weights that the user has assigned or written to, in whatever way."""
 
+    def before_save(self) -> None:
+        """Called before a checkpoint is written. Collective."""
+        self.sync_user_weights()
+
     @abstractmethod
     def reload(self) -> None:
         """Sets the master weights from the model's weights, after these were changed."""

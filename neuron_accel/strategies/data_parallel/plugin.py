@@ -22,6 +22,7 @@ from neuron_accel.contract import (
     StrategyPlugin,
     clip_by_norm,
     clip_by_value,
+    gradient_parts,
 )
 
 if TYPE_CHECKING:
@@ -93,12 +94,12 @@ class DataParallelPlugin(StrategyPlugin):
     ) -> torch.Tensor:
         """Scales gradients to a global norm."""
         self._flush(run)
-        return clip_by_norm(parameters, max_norm, norm_type, run)
+        return clip_by_norm(gradient_parts(parameters, run), max_norm, norm_type, run)
 
     def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
         """Clamps gradients."""
         self._flush(run)
-        clip_by_value(parameters, clip_value)
+        clip_by_value(gradient_parts(parameters, run), clip_value)
 
     def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
         """Multiplies reduced gradients."""

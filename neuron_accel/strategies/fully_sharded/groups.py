@@ -8,13 +8,12 @@ are checked as for any axis. They stand inside of ``dp``, so that their ranks ar
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from neuron_accel.contract import AxisKind, AxisSpec, ConfigurationError
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Bucket, Group, Run
+    from neuron_accel.contract import Group, Run
 
 SHARD, NEAR = "shard", "shard_near"
 """Axes of the ranks over which parameters are sharded, and of those within them between which parameters are gathered
@@ -53,35 +52,13 @@ def added_axes(reshard: bool | int | None, hybrid: int | None) -> tuple[AxisSpec
     return tuple(AxisSpec(name=name, degree=size, kind=AxisKind.DATA) for name, size in sizes.items() if size > 1)
 
 
-class ShardGroups:
-    """The ranks over which parameters are sharded.
+def replica_axes(run: Run, hybrid: int | None) -> tuple[str, ...]:
+    """Returns the gradient axes along which ranks have the same shards: with ``hybrid_shard_size``, those of kind
+    ``DATA`` that :func:`added_axes` does not add."""
+    return tuple(axis for axis in run.mesh.names(AxisKind.DATA) if axis not in (SHARD, NEAR)) if hybrid else ()
 
-    Args:
-        run: the run.
-        hybrid: whether each group of ranks along :data:`SHARD` and :data:`NEAR` has all parameters.
 
-    Attributes:
-        axes: gradient axes over which parameters are sharded.
-        replica_axes: gradient axes along which ranks have the same shards.
-        near: the ranks between which parameters are gathered for the backward pass, if these are not all.
-    """
-
-    def __init__(self, run: Run, *, hybrid: bool) -> None:
-        mesh = run.mesh
-        same = mesh.names(AxisKind.DATA) if hybrid else ()
-        self.replica_axes = tuple(axis for axis in same if axis not in (SHARD, NEAR))
-        self.axes = tuple(axis for axis in mesh.gradient_axes if axis not in self.replica_axes)
-        is_near = mesh.degree(NEAR) > 1 and self.axes != (NEAR,)
-        self.near: Group | None = run.group(NEAR) if is_near else None
-
-    def sharded(self, bucket: Bucket) -> Bucket:
-        """Returns a bucket whose gradients are reduce-scattered over :attr:`axes` only: what these ranks have is a
-        partial sum over the others, and an all-reduce of the shards completes it."""
-        replicas = tuple(axis for axis in bucket.reduction_axes if axis in self.replica_axes)
-        if not replicas:
-            return bucket
-        return replace(
-            bucket,
-            reduction_axes=tuple(axis for axis in bucket.reduction_axes if axis not in replicas),
-            partial_axes=(*bucket.partial_axes, *replicas),
-        )
+def near_group(run: Run, replicas: tuple[str, ...]) -> Group | None:
+    """Returns the ranks between which parameters are gathered for the backward pass, if these are not all."""
+    sharded = [axis for axis in run.mesh.gradient_axes if axis not in replicas]
+    return run.group(NEAR) if run.mesh.degree(NEAR) > 1 and sharded != [NEAR] else None

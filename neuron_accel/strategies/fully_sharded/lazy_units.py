@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
-from neuron_accel.strategies.fully_sharded.units import Hook, Unit, Units, in_backward
+from neuron_accel.strategies.fully_sharded.units import Hook, Units, in_backward
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from neuron_accel.contract import LazyGatheredShard, Unit
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class LazyUnits(Units):
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         super()._after_forward(unit, module, args, output)
-        shards = [cast(LazyGatheredShard, shard) for shard, _ in unit.shards]
+        shards = [cast("LazyGatheredShard", shard) for shard, _ in unit.shards]
         kept = [shard for shard in shards if shard.near_part is not None]
         if kept and not in_backward():
             return self._behind_parts(kept, output)
@@ -124,7 +125,7 @@ class LazyUnits(Units):
             wanted = self.units  # in a graph of their own, so that those of all micro-batches are the same
         elif self._prefetch and (backward or not in_backward()):
             wanted += self._following(unit, backward)
-        idle = [cast(LazyGatheredShard, shard) for each in wanted for shard in each.idle]
+        idle = [cast("LazyGatheredShard", shard) for each in wanted for shard in each.idle]
         if not idle:
             return []
         with torch.no_grad():
@@ -177,7 +178,7 @@ class LazyUnits(Units):
         for shard, _ in unit.shards:
             for index, parameter in enumerate(shard.parameters):
                 if parameter is tensor:
-                    return unit, cast(LazyGatheredShard, shard), index
+                    return unit, cast("LazyGatheredShard", shard), index
         return None
 
     def _unpack(self, saved: torch.Tensor | SavedWeight) -> torch.Tensor:

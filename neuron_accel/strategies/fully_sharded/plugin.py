@@ -8,24 +8,22 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-# ZeRO-1 is stage 1 of the same method: the optimizer, the shards of gradients and what a loop sees of them, norms,
-# clipping and checkpoints are its.
 from neuron_accel.contract import (
     Claim,
     ConfigurationError,
     Phase,
     PlanError,
     PluginSpec,
+    ShardedWeights,
     UnsupportedModelError,
 )
-from neuron_accel.strategies.fully_sharded.frozen import FrozenShards
-from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
-from neuron_accel.strategies.fully_sharded.groups import ShardGroups, added_axes, check
-from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
+from neuron_accel.strategies.fully_sharded.groups import added_axes, check, near_group, replica_axes
 from neuron_accel.strategies.fully_sharded.lazy_units import LazyUnits
-from neuron_accel.strategies.fully_sharded.optimizer import FullyShardedOptimizer
 from neuron_accel.strategies.fully_sharded.order import UnitOrder
 from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
+
+# ZeRO-1 is stage 1 of the same method: the optimizer, the shards of gradients and what a loop sees of them, norms,
+# clipping and checkpoints are its.
 from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
 if TYPE_CHECKING:
@@ -160,10 +158,9 @@ class FullyShardedPlugin(Zero1Plugin):
         super().transform_model(model, run)
         model.gathers_weights = True
         kind = LazyUnits if run.backend.is_lazy else Units
-        state = run.state(self)
+        state, units = run.state(self), self._units(run)
         if "order" not in state:
             state["order"] = UnitOrder(run, self.spec.name)
-        units = state.setdefault("units", [])
         units.append(
             kind(
                 model,
@@ -179,58 +176,41 @@ class FullyShardedPlugin(Zero1Plugin):
                 plugin=self.spec.name,
             )
         )
+        self._weights(run).units.append(units[-1])
 
     def _sharded(self, optimizer: torch.optim.Optimizer, run: Run) -> ShardedOptimizer:
-        return FullyShardedOptimizer(
-            optimizer,
-            run,
-            **self.optimizer_options(),
-            units=run.state(self).get("units", []),
-            frozen=self._frozen(run),
-            groups=self._groups(run),
-            others=[averager.leave for averager in self._averagers(run)],
-        )
+        others = [averager.leave for averager in self._averagers(run)]
+        return self._weights(run).optimizer(optimizer, **self.optimizer_options(), others=others)
 
-    def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-        """Shards the optimizer's parameters, and all that do not train."""
-        sharded = super().transform_optimizer(optimizer, run)
-        self._frozen(run).shard()
-        return sharded
-
-    def _frozen(self, run: Run) -> FrozenShards:
+    def _weights(self, run: Run) -> ShardedWeights:
         state = run.state(self)
-        if "frozen" not in state:
-            state["frozen"] = FrozenShards(run, state.setdefault("units", []), self._groups(run), self.spec.name)
-        return state["frozen"]
+        if "weights" not in state:
+            replicas = replica_axes(run, self.hybrid_shard_size)
+            near = near_group(run, replicas)
+            state["weights"] = ShardedWeights(run, self.spec.name, replica_axes=replicas, near=near)
+        return state["weights"]
 
-    def _groups(self, run: Run) -> ShardGroups:
-        state = run.state(self)
-        if "groups" not in state:
-            state["groups"] = ShardGroups(run, hybrid=self.hybrid_shard_size is not None)
-        return state["groups"]
+    def _units(self, run: Run) -> list[Units]:
+        return run.state(self).setdefault("units", [])
 
     def after_backward(self, run: Run) -> None:
         """Frees parameters, and waits for gradients to be reduce-scattered."""
-        for units in run.state(self).get("units", []):
+        for units in self._units(run):
             units.end_backward()
         super().after_backward(run)
 
     def before_save(self, run: Run) -> None:
         """Takes weights that the loop has assigned."""
-        for shard in (*self._frozen(run).shards, *(s for optimizer in self._optimizers(run) for s in optimizer.shards)):
-            if isinstance(shard, GatheredShard | LazyGatheredShard):
-                shard.keep_for_reading()
-            else:
-                shard.sync_user_weights()
+        self._weights(run).before_save()
+        super().before_save(run)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """How many parameters are gathered together."""
-        lines = [units.explain() for units in run.state(self).get("units", []) if units.is_of(model)]
-        return "\n".join(lines)
+        return "\n".join(units.explain() for units in self._units(run) if units.is_of(model))
 
     def teardown(self, run: Run) -> None:
         """Removes the hooks. Parameters stay sharded."""
-        for units in run.state(self).get("units", []):
+        for units in self._units(run):
             units.close()
         if "order" in run.state(self):
             run.state(self)["order"].close()

@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 from neuron_accel.contract import (
     Architecture,
     ConfigurationError,
+    Unit,
+    UnitsOfModel,
     UnsupportedModelError,
     UsageError,
     did_you_mean,
@@ -33,91 +35,14 @@ from neuron_accel.contract import (
 
 if TYPE_CHECKING:
     from neuron_accel.contract import ParameterRecord, PreparedModel, Run
-    from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
-    from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
     from neuron_accel.strategies.fully_sharded.order import UnitOrder
-
-    AnyShard = GatheredShard | LazyGatheredShard
 
 BLOCKS = "blocks"
 _MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 """What torch's FSDP sets on modules, by which transformers knows that all ranks have to take part in a forward pass."""
 
 
-class Unit:
-    """A module whose parameters are gathered together.
-
-    Args:
-        name: FQN of the module.
-        module: the module.
-        index: among the units of the model.
-
-    Attributes:
-        shards: this rank's shards of its parameters, each with what is called when their gradients are complete.
-        following: the unit that was gathered after this one the last time, in the forward and in the backward pass.
-        forwards: forward passes whose backward pass has not ended.
-        in_backward: whether its backward pass runs.
-        trains: whether a backward pass follows its forward pass: a parameter of it trains, or an input has a gradient.
-        saving: hooks for what autograd saves, while its forward pass runs.
-    """
-
-    def __init__(self, name: str, module: nn.Module, index: int) -> None:
-        self.name, self.module, self.index = name, module, index
-        self.shards: list[tuple[AnyShard, Callable[[AnyShard], None]]] = []
-        self.following: dict[bool, Unit] = {}
-        self.forwards, self.in_backward = 0, False
-        self.trains, self.saving = True, None  # type: bool, Any
-        self._finished: list[AnyShard] = []
-
-    @property
-    def idle(self) -> list[AnyShard]:
-        """The shards of what is neither gathered nor being gathered."""
-        return [shard for shard, _ in self.shards if not shard.is_gathered and not shard.is_arriving]
-
-    def finish(self, shard: AnyShard) -> None:
-        """Frees what was gathered of one shard, which is not gathered again in this backward pass."""
-        shard.release()
-        self._finished.append(shard)
-
-    def reopen(self) -> None:
-        """Shards that were finished may be gathered again."""
-        self._finished = []
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing was gathered, or is being gathered, of what is sharded."""
-        return bool(self.idle)
-
-    def start_gather(self) -> None:
-        """Starts to gather. Collective."""
-        for shard, _ in self.shards:
-            if shard not in self._finished:
-                shard.start_gather()
-
-    def gather(self) -> None:
-        """Gathers. Collective."""
-        self.start_gather()
-        for shard, _ in self.shards:
-            if shard not in self._finished:
-                shard.gather()
-
-    def end_backward(self) -> None:
-        """A backward pass is over."""
-        self.in_backward, self.forwards = False, 0
-        self.reopen()
-
-    def reshard(self) -> None:
-        """Frees what was gathered, until the backward pass."""
-        for shard, _ in self.shards:
-            shard.reshard()
-
-    def release(self) -> None:
-        """Frees what was gathered."""
-        for shard, _ in self.shards:
-            shard.release()
-
-
-class Units:
+class Units(UnitsOfModel):
     """The units of one model.
 
     Args:
@@ -132,8 +57,9 @@ class Units:
         plugin: name of the plugin, for messages.
 
     Attributes:
-        before_units: functions that are called with this object when the backward pass of the first unit beside the
-            model itself begins, unless the gradients of the pass are not reduced yet or at its end.
+        root: the unit of the model itself.
+        before_units: functions that are called with :attr:`root` when the backward pass of the first other unit begins,
+            unless the gradients of the pass are not reduced yet or at its end.
     """
 
     def __init__(
@@ -158,8 +84,7 @@ class Units:
         self.units = [self.root, *(Unit(name, module, i) for i, (name, module) in enumerate(found, start=1))]
         self._last: dict[bool, Unit | None] = {False: None, True: None}
         self._in_pass, self._in_units = False, False
-        self.before_units: list[Callable[[Units], None]] = []
-        self._reading: AnyShard | None = None
+        self.before_units: list[Callable[[Unit], None]] = []
         self._handed_on: tuple[Unit, list[tuple[torch.Tensor, Any]]] | None = None  # the last unit's outputs and hooks
         self._handles: list[Any] = []
         self._marked: list[nn.Module] = []
@@ -297,7 +222,7 @@ class Units:
             self._in_units = True
             if self.sends_ahead and not self._action.announced:
                 for function in self.before_units:
-                    function(self)
+                    function(self.root)
         if not unit.in_backward:
             self._called(unit, True)
         self.gather(unit)
@@ -377,12 +302,6 @@ class Units:
                 return
             following.start_gather()
             unit = following
-
-    def read(self, shard: AnyShard) -> None:
-        """``shard`` is read in full: one at a time has its values."""
-        if self._reading is not None and self._reading is not shard:
-            self._reading.release()
-        self._reading = shard
 
     # ---- what would see NaN ------------------------------------------------------------------------------------------
     def _refuse_state_dict(self, unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -18,7 +18,7 @@ from neuron_accel.contract import (
     PluginSpec,
     StrategyPlugin,
     global_norm,
-    unsharded_gradients,
+    gradient_parts,
 )
 from neuron_accel.strategies.tensor_parallel.cuts import AXIS
 
@@ -110,7 +110,7 @@ class TensorParallelPlugin(TensorParallelOptions):
             return
         copies = [p for group in optimizer.param_groups for p in group["params"] if _is_copy(p, run)]
         of_shards = getattr(optimizer, "gradient_parts", None)
-        parts = unsharded_gradients(copies, run) if of_shards is None else of_shards(copies)
+        parts = gradient_parts(copies, run) if of_shards is None else of_shards(copies)
         unsharded = [GradientPart(part.tensor, ()) for part in parts if part.tensor is not None]
         if unsharded:
             run.shared_inputs.add_gradients(global_norm(unsharded, run))  # over no axis: nothing is sent

@@ -17,18 +17,13 @@ from neuron_accel.contract import (
     GradientReducer,
     LayoutSpace,
     Phase,
-    PlanError,
     PluginSpec,
     ShardedOptimizer,
     StrategyPlugin,
     UsageError,
-    clip_coefficient,
-    global_norm,
-    is_separable,
-    refuse_closures,
-    scale_parts,
-    unsharded_gradients,
-    why_not_elementwise,
+    clip_by_norm,
+    clip_by_value,
+    gradient_parts,
 )
 
 if TYPE_CHECKING:
@@ -151,38 +146,6 @@ class Zero1Plugin(StrategyPlugin):
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
         """Shards optimizer state and master weights."""
-        refuse_closures(optimizer, self.spec.name)
-        if self.overlap_gather and run.backend.is_lazy:
-            raise PlanError(
-                "Weights cannot be gathered while the next step begins.",
-                where=f"plugin {self.spec.name!r}, overlap_gather=True, backend {run.backend.name!r}",
-                why="this device compiles a step into one graph, which the compiler orders",
-                fix="leave overlap_gather out",
-            )
-        if self.partition == "parameters" and run.backend.is_lazy:
-            raise PlanError(
-                "Ranks that hold different parameters run different graphs.",
-                where=f"plugin {self.spec.name!r}, partition='parameters', backend {run.backend.name!r}",
-                why="this device compiles one graph for all ranks",
-                fix="use partition='even', with an element-wise optimizer",
-            )
-        if not is_separable(optimizer):
-            raise PlanError(
-                f"{type(optimizer).__name__} uses all parameters together (or draws random numbers), but with "
-                f"{self.title} each rank updates only some of them.",
-                where=f"plugin {self.spec.name!r}",
-                why="a norm over all of them, or an estimate of the best learning rate, would differ between ranks",
-                fix=f"train without {self.title}, or choose an optimizer that updates each parameter independently",
-            )
-        reason = why_not_elementwise(optimizer) if self.partition == "even" else None
-        if reason is not None:
-            raise PlanError(
-                f"{type(optimizer).__name__} is not element-wise, but with {self.title} each rank updates shards of "
-                "parameters.",
-                where=f"plugin {self.spec.name!r}, partition='even'",
-                why=reason,
-                fix=f"use {type(self).__name__}(partition='parameters')",
-            )
         sharded = self._sharded(optimizer, run)
         run.state(self).setdefault("optimizers", []).append(sharded)
         for averager in self._averagers(run):
@@ -226,16 +189,11 @@ class Zero1Plugin(StrategyPlugin):
         self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
     ) -> torch.Tensor:
         """Scales this rank's shards by the global norm."""
-        parts = self._parts(parameters, run)
-        norm = global_norm(parts, run, norm_type)
-        scale_parts(parts, clip_coefficient(norm, max_norm))
-        return norm
+        return clip_by_norm(self._parts(parameters, run), max_norm, norm_type, run)
 
     def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
         """Clamps the elements of this rank's shards."""
-        for part in self._parts(parameters, run):
-            if part.tensor is not None:
-                part.tensor.clamp_(-clip_value, clip_value)
+        clip_by_value(self._parts(parameters, run), clip_value)
 
     def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
         """Multiplies this rank's shards."""
@@ -272,7 +230,7 @@ class Zero1Plugin(StrategyPlugin):
         optimizers = self._flushed(run)
         sharded = {p for optimizer in optimizers for p in optimizer.sharded_parameters}
         parts = [part for optimizer in optimizers for part in optimizer.gradient_parts(parameters)]
-        return parts + unsharded_gradients([p for p in parameters if p not in sharded], run)
+        return parts + gradient_parts([p for p in parameters if p not in sharded], run)
 
     def _flushed(self, run: Run) -> list[ShardedOptimizer]:
         for averager in self._averagers(run):

@@ -10,7 +10,7 @@ import torch
 from neuron_accel_context_parallel import ContextParallelPlugin
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.contract import NeuronAccelError
+from neuron_accel.errors import NeuronAccelError
 from neuron_accel.testing import run_ranks
 
 SIZES = {

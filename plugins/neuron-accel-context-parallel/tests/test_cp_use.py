@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.contract import ConfigurationError, UnsupportedModelError, UsageError
+from neuron_accel.errors import ConfigurationError, UnsupportedModelError, UsageError
 from neuron_accel.testing import run_ranks
 
 

@@ -14,7 +14,7 @@ import torch
 from neuron_accel_emulation import emulated_instance
 from neuron_accel_emulation.neuron_ranks import build, missing
 
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel.testing import RanksError, run_ranks
 
 

@@ -12,7 +12,7 @@ from neuron_accel_emulation.hlo import Instruction, Shape
 from neuron_accel_emulation.precompile_check import show
 
 from neuron_accel import find_instance
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 
 TRN1, TRN2 = find_instance("trn1.32xlarge").hardware(), find_instance("trn2.48xlarge").hardware()
 X, N = ("x", "parameter", "f32[8,8]", ""), ("n", "parameter", "s64[8,8]", "")

@@ -8,7 +8,7 @@ from neuron_accel_emulation import hlo
 from neuron_accel_emulation.hlo import Instruction, Shape, parse_module, read_module
 from neuron_accel_emulation.hlo_memory import live_bytes
 
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 
 
 def serialized():

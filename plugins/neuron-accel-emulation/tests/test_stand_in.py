@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from neuron_accel_emulation import StandIn, native_ranks
 from torch import nn
 
-from neuron_accel.contract import ConfigurationError, UsageError
+from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.testing import RanksError, run_ranks
 
 

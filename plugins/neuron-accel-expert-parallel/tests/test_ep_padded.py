@@ -12,7 +12,7 @@ import torch
 from neuron_accel_expert_parallel import ExpertParallelPlugin, expert_load
 
 from neuron_accel import FullyShardedPlugin, NeuronAccelerator, TensorParallelPlugin, Zero1Plugin
-from neuron_accel.contract import ConfigurationError, UnsupportedModelError
+from neuron_accel.errors import ConfigurationError, UnsupportedModelError
 from neuron_accel.testing import Training, assert_parallel_equivalence, run_ranks
 
 EP2 = ExpertParallelPlugin(expert_parallel_size=2)

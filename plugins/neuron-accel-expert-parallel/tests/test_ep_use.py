@@ -12,7 +12,7 @@ from neuron_accel_expert_parallel.families import FAMILIES
 from torch import nn
 
 from neuron_accel import FullyShardedPlugin, NeuronAccelerator, TensorParallelPlugin, Zero1Plugin
-from neuron_accel.contract import ConfigurationError, NeuronAccelError
+from neuron_accel.errors import ConfigurationError, NeuronAccelError
 from neuron_accel.testing import RanksError, run_ranks
 
 EP2 = ExpertParallelPlugin(expert_parallel_size=2)

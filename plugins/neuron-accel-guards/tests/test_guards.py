@@ -9,7 +9,7 @@ import torch
 from guards_support import TP2, Bigrams, llama, token_batches, train, train_with_nan
 from neuron_accel_guards import DesyncGuard, FiniteGuard, RecompileGuard, ReplicaCheck
 
-from neuron_accel.contract import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, RecompileError
+from neuron_accel.errors import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, RecompileError
 from neuron_accel.testing import RanksError, run_ranks
 
 ALL = ["recompile_guard", {"desync_guard": {"timeout_s": 20}}, {"replica_check": {"every": 2}}, "finite_guard"]

@@ -7,7 +7,7 @@ import torch
 from guards_corruption import flip, train, train_with_uneven_inputs
 from neuron_accel_guards.sums import Projection, beyond_rounding, bits
 
-from neuron_accel.contract import CorruptionError
+from neuron_accel.errors import CorruptionError
 from neuron_accel.testing import RanksError, run_ranks
 
 STRATEGIES = {"dp": [], "zero1": ["zero1"], "fully sharded": [{"fully_sharded": {"modules": "head"}}]}

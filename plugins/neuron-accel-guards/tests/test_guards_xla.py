@@ -8,7 +8,7 @@ import guards_corruption as corruption
 import pytest
 from guards_support import train, train_with_nan
 
-from neuron_accel.contract import CorruptionError, DesyncError, NonFiniteError, PlanError, RecompileError
+from neuron_accel.errors import CorruptionError, DesyncError, NonFiniteError, PlanError, RecompileError
 from neuron_accel.testing import RanksError, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")

@@ -14,7 +14,8 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
 from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, NeuronAccelError
-from neuron_accel.contract import ConfigurationError, ParameterError, RankRandomness, UsageError
+from neuron_accel.contract import ConfigurationError, RankRandomness, UsageError
+from neuron_accel.errors import ParameterError
 from neuron_accel.testing import run_ranks
 
 

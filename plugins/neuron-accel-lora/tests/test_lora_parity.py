@@ -23,7 +23,7 @@ from neuron_accel import (
     SequenceParallelPlugin,
     Zero1Plugin,
 )
-from neuron_accel.contract import CheckpointError
+from neuron_accel.errors import CheckpointError
 from neuron_accel.testing import run_ranks
 
 LLAMA = {

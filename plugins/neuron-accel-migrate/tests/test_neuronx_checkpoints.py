@@ -21,7 +21,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from neuron_accel.contract import CheckpointError
+from neuron_accel.errors import CheckpointError
 
 HEADS, KEY_VALUE, HEAD, HIDDEN, INNER, TENSOR, STAGES = 8, 2, 4, 32, 24, 4, 2
 MULTIPLIER = TENSOR // KEY_VALUE

@@ -9,7 +9,7 @@ import yaml
 from neuron_accel_plan.calibration import FORM_ERROR, CalibrationFile, dump_calibration, load_calibration
 
 from neuron_accel.commands import main
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.testing import run_ranks
 
 FILE = {

@@ -10,7 +10,7 @@ import pytest
 from neuron_accel_plan.plan_command import SCHEDULES
 
 from neuron_accel.commands import main
-from neuron_accel.contract import ConfigurationError, PlanError, UsageError
+from neuron_accel.errors import ConfigurationError, PlanError, UsageError
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from neuron_accel.commands import main
-from neuron_accel.contract import ConfigurationError, UsageError
+from neuron_accel.errors import ConfigurationError, UsageError
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -31,7 +31,7 @@ def command(folder, *words):
 @pytest.mark.timeout(300)
 def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, tmp_path, capsys, monkeypatch):
     from neuron_accel import Instance
-    from neuron_accel.contract import load_config
+    from neuron_accel.commands import load_config
 
     # Few layouts to run: a core that holds what is sharded, and not the whole state.
     monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 3 << 20)
@@ -213,7 +213,7 @@ def test_what_is_written_trains_with_the_layout(folder, tmp_path):
         TensorParallelPlugin,
         Zero1Plugin,
     )
-    from neuron_accel.contract import load_config
+    from neuron_accel.commands import load_config
 
     tensor, sequence = TensorParallelPlugin(tensor_parallel_size=2), SequenceParallelPlugin()
     pipeline = PipelineParallelPlugin(

@@ -11,7 +11,7 @@ from neuron_accel_plan.time import collective_seconds, kernel_seconds, predict_t
 from neuron_accel_plan.trace import Event, Kernel, Message, Trace, Work, kind_of
 
 from neuron_accel import find_instance
-from neuron_accel.contract import ConfigurationError, UsageError
+from neuron_accel.errors import ConfigurationError, UsageError
 
 
 def constant(value: float) -> Constant:

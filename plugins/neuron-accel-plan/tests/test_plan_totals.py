@@ -10,7 +10,7 @@ from neuron_accel_plan.time import StepTime
 from neuron_accel_plan.totals import Limits, long, parse_hours, parse_tokens
 
 from neuron_accel.commands import main
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 

@@ -16,7 +16,7 @@ from neuron_accel_report.summary import COLUMNS, POINTS, Series, several, summar
 from report_made_up import MIB, TRAFFIC, late, write_run
 from report_support import main
 
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 
 def data(text: str) -> dict:

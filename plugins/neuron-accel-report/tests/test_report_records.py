@@ -24,7 +24,7 @@ from neuron_accel_report.records import (
 from neuron_accel_report.trace_command import numbers
 from report_support import main
 
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 BUSY = {"loader": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.005, "other": 0.005}
 

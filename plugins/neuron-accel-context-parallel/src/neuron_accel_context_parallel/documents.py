@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 
 UNSEEN = -2
 """The code of padding: it belongs to no document, and no query attends to it."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import UnsupportedModelError, UsageError
+from neuron_accel.errors import UnsupportedModelError, UsageError
 from neuron_accel_context_parallel.blocks import Scores
 from neuron_accel_context_parallel.calls import RING, Splitter, codes_of
 from neuron_accel_context_parallel.outputs import Joiner

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel import Instance
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel_emulation.graph_rules import COLLECTIVES, Finding, check_module, partitions, source_of
 from neuron_accel_emulation.hlo import Instruction, Module, read_module
 from neuron_accel_emulation.hlo_memory import LiveBytes, live_bytes

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from neuron_accel import find_instance
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel.testing import run_ranks
 from neuron_accel_emulation.graph_report import RECORD_GRAPHS, GraphReport, check_recorded
 from neuron_accel_emulation.xla_flags import quick_flags

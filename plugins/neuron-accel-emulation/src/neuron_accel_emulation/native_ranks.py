@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.contract import ConfigurationError, UsageError
+from neuron_accel.errors import ConfigurationError, UsageError
 
 OPTIONS = "NEURON_ACCEL_STAND_IN"
 """Environment variable with the options of the :class:`StandIn` of a rank."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel import find_instance
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel.testing.devices import XlaTask, pickle_call, run_forked
 from neuron_accel_emulation.xla_flags import quick_flags
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from neuron_accel import find_instance
 from neuron_accel.commands import format_table, table_width, terminal_width
-from neuron_accel.contract import ConfigurationError, UsageError
+from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel_emulation.graph_report import GraphReport, check_recorded, show_ranks
 from neuron_accel_emulation.graph_rules import Finding, partitions

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from neuron_accel.contract import UnsupportedModelError
+from neuron_accel.errors import UnsupportedModelError
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel_expert_parallel.plugin import dispatchers_of
 
 if TYPE_CHECKING:

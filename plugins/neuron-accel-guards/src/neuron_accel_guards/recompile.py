@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import neuron_accel
-from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, RecompileError, StrategyPlugin
+from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import RecompileError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run

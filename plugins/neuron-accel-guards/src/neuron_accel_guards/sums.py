@@ -14,7 +14,6 @@ import torch
 from neuron_accel.contract import (
     Collective,
     ConfigurationError,
-    CorruptionError,
     Event,
     Group,
     Observer,
@@ -22,6 +21,7 @@ from neuron_accel.contract import (
     PluginSpec,
     StrategyPlugin,
 )
+from neuron_accel.errors import CorruptionError
 from neuron_accel_guards.replicas import Part, part_of, replica_of
 
 if TYPE_CHECKING:

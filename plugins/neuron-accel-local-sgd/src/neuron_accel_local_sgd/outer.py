@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuron_accel.contract import (
-    CheckpointError,
     ConfigurationError,
     ShardedState,
     UsageError,
@@ -26,6 +25,7 @@ from neuron_accel.contract import (
     take_weights,
     why_not_elementwise,
 )
+from neuron_accel.errors import CheckpointError
 from neuron_accel_local_sgd.wire import Mean, known, start_mean
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import CheckpointError, UsageError
+from neuron_accel.errors import CheckpointError, UsageError
 from neuron_accel_lora.files import write_adapter
 from neuron_accel_lora.plugin import LoraPlugin, lora_of
 from neuron_accel_lora.survey import Survey, take_survey

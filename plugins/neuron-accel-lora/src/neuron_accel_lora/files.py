@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from neuron_accel.contract import CheckpointError, did_you_mean
+from neuron_accel.errors import CheckpointError, did_you_mean
 from neuron_accel_lora.options import check
 from neuron_accel_lora.survey import Survey
 

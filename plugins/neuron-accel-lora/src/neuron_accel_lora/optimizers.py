@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from neuron_accel.contract import ParameterError
+from neuron_accel.errors import ParameterError
 from neuron_accel_lora.options import WHERE
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.contract import ConfigurationError, did_you_mean
+from neuron_accel.errors import ConfigurationError, did_you_mean
 
 if TYPE_CHECKING:
     from peft import LoraConfig

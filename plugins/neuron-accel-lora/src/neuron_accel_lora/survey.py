@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from neuron_accel.contract import ConfigurationError, UnsupportedModelError, UsageError, did_you_mean
+from neuron_accel.errors import ConfigurationError, UnsupportedModelError, UsageError, did_you_mean
 from neuron_accel_lora.options import WHERE
 
 if TYPE_CHECKING:

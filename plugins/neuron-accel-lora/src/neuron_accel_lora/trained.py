@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from neuron_accel.contract import ParameterError
+from neuron_accel.errors import ParameterError
 from neuron_accel_lora.options import WHERE
 
 if TYPE_CHECKING:

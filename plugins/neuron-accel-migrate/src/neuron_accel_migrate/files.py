@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from neuron_accel.contract import CheckpointError
+from neuron_accel.errors import CheckpointError
 
 
 class TensorReference:

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.contract import CheckpointError
+from neuron_accel.errors import CheckpointError
 from neuron_accel_migrate.files import TensorReference, check_inside, read_saved, unreadable
 
 if TYPE_CHECKING:

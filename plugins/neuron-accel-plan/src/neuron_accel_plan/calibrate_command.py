@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_accel.commands import format_table, main, show, table_width
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from neuron_accel_plan.calibration import Machine

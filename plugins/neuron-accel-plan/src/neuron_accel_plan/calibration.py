@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from neuron_accel.contract import ConfigurationError, load_dataclass
+from neuron_accel.commands import load_dataclass
+from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from neuron_accel import Instance

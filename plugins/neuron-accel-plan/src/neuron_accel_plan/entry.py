@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from neuron_accel.contract import ConfigurationError, load_config
+from neuron_accel.commands import load_config
+from neuron_accel.errors import ConfigurationError
 from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
 from neuron_accel_plan.search import Layout, Search, search
 

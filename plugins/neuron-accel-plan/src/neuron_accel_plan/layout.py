@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel import DryRun, Instance, find_instance
+from neuron_accel.commands import dry_plan
 from neuron_accel.contract import (
     AxisKind,
     ConfigurationError,
@@ -26,7 +27,6 @@ from neuron_accel.contract import (
     PlanError,
     UnsupportedModelError,
     UsageError,
-    dry_plan,
     model_without_weights,
 )
 from neuron_accel_plan.calibration import Machine, reserve_of

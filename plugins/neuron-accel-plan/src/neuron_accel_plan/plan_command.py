@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from neuron_accel.commands import (
     Parser,
     format_table,
+    load_config,
     naming_options,
     run_module,
     run_script,
@@ -29,7 +30,7 @@ from neuron_accel.commands import (
     terminal_width,
     wrap_words,
 )
-from neuron_accel.contract import ConfigurationError, NeuronAccelError, load_config
+from neuron_accel.errors import ConfigurationError, NeuronAccelError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import StrategyPlugin

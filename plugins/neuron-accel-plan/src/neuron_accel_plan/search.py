@@ -32,6 +32,7 @@ import torch
 import yaml
 
 from neuron_accel import Instance, find_instance
+from neuron_accel.commands import plugin_classes, to_config
 from neuron_accel.contract import (
     AxisKind,
     ConfigurationError,
@@ -41,8 +42,6 @@ from neuron_accel.contract import (
     Stages,
     StrategyPlugin,
     UsageError,
-    plugin_classes,
-    to_config,
 )
 from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
 from neuron_accel_plan.memory import ACTIVATIONS, GRADIENTS, TEMPORARY

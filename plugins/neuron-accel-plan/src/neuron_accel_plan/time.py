@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel import Instance, find_instance
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel_plan.calibration import Bound, Constant, Level, Machine, machine_of
 from neuron_accel_plan.trace import Event
 

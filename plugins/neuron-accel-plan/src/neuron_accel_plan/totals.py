@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from neuron_accel_plan.time import StepTime

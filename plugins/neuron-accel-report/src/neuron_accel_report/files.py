@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 
 def write_whole(path: Path, text: str) -> None:

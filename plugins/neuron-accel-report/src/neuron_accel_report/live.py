@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel_report.records import Step, Straggler
 
 _REDRAW_S = 0.25

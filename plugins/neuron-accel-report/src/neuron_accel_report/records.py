@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 
 VERSION = 1
 """Version of the format, in the header."""

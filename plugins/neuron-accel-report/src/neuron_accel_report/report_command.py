@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_accel.commands import fit, format_table, show, table_width
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel_report.files import write_whole
 
 if TYPE_CHECKING:

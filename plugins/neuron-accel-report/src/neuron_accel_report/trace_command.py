@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from neuron_accel.commands import show
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel_report.files import write_whole
 
 DESCRIPTION = """\

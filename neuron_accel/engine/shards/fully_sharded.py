@@ -1,34 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer that ``prepare`` returns when parameters are fully sharded: that of ZeRO-1, over other shards."""
+"""The weights of models of which each rank keeps a shard, and which are gathered while a module computes.
+
+Those that train are shards of their optimizer. Those that do not are sharded by :class:`ShardedWeights`: gathered with
+their unit, without gradients and optimizer state. It does not matter whether an optimizer holds them: no optimizer
+holds the weights under adapters. A parameter that begins to train is gathered in full for a moment, and becomes part of
+a shard of its optimizer. One that stops training stays in its shard, with its state.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from neuron_accel.contract import (
-    Bucket,
-    EagerShard,
-    LazyShard,
-    ParameterRecord,
-    SendBuffers,
-    ShardedGrad,
-    ShardedOptimizer,
-    UnsupportedModelError,
-    make_buckets,
-)
-from neuron_accel.strategies.fully_sharded.gathered_shard import GatheredShard
-from neuron_accel.strategies.fully_sharded.lazy_gathered_shard import LazyGatheredShard
-from neuron_accel.strategies.fully_sharded.reading import read_weights
+from neuron_accel.engine.optim.buckets import Bucket, make_buckets
+from neuron_accel.engine.shards.eager_shard import EagerShard, SendBuffers
+from neuron_accel.engine.shards.gathered_shard import GatheredShard
+from neuron_accel.engine.shards.lazy_gathered_shard import LazyGatheredShard
+from neuron_accel.engine.shards.lazy_shard import LazyShard
+from neuron_accel.engine.shards.optimizer import ShardedOptimizer, return_freed_memory
+from neuron_accel.engine.shards.partition import Partition, make_partition
+from neuron_accel.engine.shards.sharded_grad import ShardedGrad
+from neuron_accel.engine.shards.unread import read_weights
+from neuron_accel.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Run
-    from neuron_accel.strategies.fully_sharded.frozen import FrozenShards
-    from neuron_accel.strategies.fully_sharded.groups import ShardGroups
-    from neuron_accel.strategies.fully_sharded.units import AnyShard, Unit, Units
+    from neuron_accel.backends.group import Group
+    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
+    from neuron_accel.engine.shards.unit import AnyShard, Unit, UnitsOfModel
 
 _NO_LIMIT = 1 << 62
 
@@ -37,13 +40,168 @@ _LARGE = 8 << 20
 would take longer than another message does."""
 
 
+class ShardedWeights:
+    """The weights of a run's models, of which each rank keeps a shard.
+
+    A strategy says which parameters are gathered together, and when: it adds the units of each model to :attr:`units`,
+    and calls :meth:`Unit.gather` and :meth:`Unit.release`. What trains is sharded by the optimizers that
+    :meth:`optimizer` returns.
+
+    Args:
+        run: the run.
+        plugin: name of the plugin, for messages.
+        replica_axes: gradient axes along which ranks have the same shards.
+        near: the ranks between which parameters are gathered for the backward pass; None for all.
+
+    Attributes:
+        units: the units of each model.
+        axes: gradient axes over which parameters are sharded.
+    """
+
+    def __init__(self, run: Run, plugin: str, *, replica_axes: Sequence[str] = (), near: Group | None = None) -> None:
+        self._run, self._plugin, self._replica_axes, self.near = run, plugin, replica_axes, near
+        self.axes = tuple(axis for axis in run.mesh.gradient_axes if axis not in replica_axes)
+        self.units: list[UnitsOfModel] = []
+        self._frozen: list[tuple[Unit, AnyShard]] = []
+        self._reading: AnyShard | None = None
+        self._action = run.join.register("parameters that begin to train", self._release_along)
+
+    def __repr__(self) -> str:
+        return f"<ShardedWeights of {len(self.units)} models over {', '.join(self.axes)}>"
+
+    def optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> ShardedOptimizer:
+        """Shards what an optimizer trains, and all parameters that do not train. Collective.
+
+        Args:
+            optimizer: the user's optimizer.
+            options: of :class:`ShardedOptimizer`.
+        """
+        sharded = FullyShardedOptimizer(optimizer, self._run, weights=self, **options)
+        self._shard_frozen()
+        return sharded
+
+    def before_save(self) -> None:
+        """Takes weights that do not train and that the loop has assigned. Collective."""
+        for _, shard in self._frozen:
+            shard.before_save()
+
+    # ---- for the optimizers ------------------------------------------------------------------------------------------
+    def sharded(self, bucket: Bucket) -> Bucket:
+        """Returns a bucket whose gradients are reduce-scattered over :attr:`axes` only: what these ranks have is a
+        partial sum over the others, and an all-reduce of the shards completes it."""
+        replicas = tuple(axis for axis in bucket.reduction_axes if axis in self._replica_axes)
+        if not replicas:
+            return bucket
+        return replace(
+            bucket,
+            reduction_axes=tuple(axis for axis in bucket.reduction_axes if axis not in replicas),
+            partial_axes=(*bucket.partial_axes, *replicas),
+        )
+
+    def read(self, shard: AnyShard) -> None:
+        """A parameter of ``shard`` is read in full: one shard at a time has its values."""
+        if self._reading is not None and self._reading is not shard:
+            self._reading.release()
+        self._reading = shard
+
+    def release(self, records: Iterable[ParameterRecord]) -> None:
+        """Gives parameters that begin to train their values in full. Collective, also with ranks that have run out of
+        data."""
+        of_maps = [(index, list(parameters)) for index, parameters in enumerate(self._run.parameter_maps)]
+        begins = {id(record) for record in records}
+        names = [(index, r.fqn) for index, of_map in of_maps for r in of_map if id(r) in begins]
+        if not any(id(record) in begins for _, shard in self._frozen for record in shard.bucket.records):
+            return
+        if self._action.announced:
+            self._action(names)
+        self._release_along(names)
+
+    def _release_along(self, names: Sequence[tuple[int, str]]) -> None:
+        records = [self._run.parameter_maps[index][fqn] for index, fqn in names]
+        begins = {id(record) for record in records}
+        remaining = []
+        for unit, shard in self._frozen:
+            if any(id(record) in begins for record in shard.bucket.records):
+                shard.dissolve()
+                unit.shards.remove((shard, _no_gradients))
+            else:
+                remaining.append((unit, shard))
+        self._frozen = remaining
+        self._shard_frozen(but=records)
+
+    # ---- what does not train -----------------------------------------------------------------------------------------
+    def _shard_frozen(self, but: Iterable[ParameterRecord] = ()) -> None:
+        """Shards all parameters that do not train and are not sharded yet, but for those that are about to train."""
+        left = {id(record) for record in but}
+        of_units: dict[int, tuple[Unit, list[ParameterRecord]]] = {}
+        for units, record in ((each, record) for each in self.units for record in each.records):
+            unit = units.unit_of(record)
+            if unit is not None and id(record) not in left and self._is_wanted(record, units):
+                of_units.setdefault(id(unit), (unit, []))[1].append(record)
+        places = [
+            (unit, self.sharded(bucket))
+            for unit, records in of_units.values()
+            for bucket in make_buckets(records, _NO_LIMIT, self._run.mesh)
+        ]
+        own = read_weights(
+            [bucket for _, bucket in places],
+            self._run.models,
+            self._run,
+            partition=self._partition,
+            keeps=lambda _: False,
+        )
+        for unit, bucket in places:
+            shard = self._shard(bucket, own.pop(id(bucket), None))
+            self._frozen.append((unit, shard))
+            unit.shards.append((shard, _no_gradients))
+        if of_units and not self._run.backend.is_lazy:  # the weights were copied to new memory
+            return_freed_memory()
+
+    def _is_wanted(self, record: ParameterRecord, units: UnitsOfModel) -> bool:
+        current = record.current
+        if current is None or current.requires_grad or record.weights is not None or units.keeps(record):
+            return False
+        # Numbers without NaN would be wrong by a little where they are read between uses.
+        return current.is_floating_point() or (current.is_complex() and not self._run.backend.is_lazy)
+
+    def _partition(self, bucket: Bucket) -> Partition:
+        sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
+        return make_partition(sizes, degree, is_lazy=self._run.backend.is_lazy)
+
+    def _shard(self, bucket: Bucket, own: torch.Tensor | None) -> AnyShard:
+        group = self._run.group(*bucket.reduction_axes)
+        common: dict[str, Any] = {
+            "bucket": bucket,
+            "partition": self._partition(bucket),
+            "own": own,
+            "near": self.near,
+            "run": self._run,
+            "group": group,
+            "samples": group.size,
+            "optimizer_dtype": bucket.dtype,
+            "reduce_dtype": bucket.dtype,
+            "read": self.read,
+            "plugin": self._plugin,
+        }
+        if not self._run.backend.is_lazy:
+            return GatheredShard(buffers=SendBuffers(), **common)
+        shard: LazyGatheredShard = LazyGatheredShard(take_over=lambda: _take_over(shard), **common)
+        return shard
+
+
+def _take_over(shard: LazyGatheredShard) -> None:
+    shard.close({})  # there is no state
+
+
+def _no_gradients(_: AnyShard) -> None:
+    """The backward pass of the unit is over."""
+
+
 class FullyShardedOptimizer(ShardedOptimizer):
     """Steps this rank's shard of an optimizer's parameters, which is all that the rank keeps of them.
 
     Args:
-        units: of every prepared model.
-        frozen: shards of what does not train.
-        groups: the ranks over which parameters are sharded.
+        weights: of all models; their units complete the gradients of a shard.
         optimizer, run, more: see :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`.
     """
 
@@ -54,12 +212,10 @@ class FullyShardedOptimizer(ShardedOptimizer):
         optimizer: torch.optim.Optimizer,
         run: Run,
         *,
-        units: Sequence[Units],
-        frozen: FrozenShards,
-        groups: ShardGroups,
+        weights: ShardedWeights,
         **more: Any,
     ) -> None:
-        self._units, self._frozen, self._groups = units, frozen, groups
+        self._weights = weights
         self._passing = SendBuffers(keeps=False)
         self._own: dict[int, torch.Tensor] = {}  # this rank's weights of buckets that are sharded next, by bucket
         self._ahead = _Ahead()
@@ -68,11 +224,11 @@ class FullyShardedOptimizer(ShardedOptimizer):
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """See :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`."""
-        return self._groups.axes
+        return self._weights.axes
 
     def admit(self, records: list[ParameterRecord]) -> list[Bucket]:
         """See :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`."""
-        self._frozen.release(records)
+        self._weights.release(records)
         return super().admit(records)
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
@@ -91,7 +247,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
         ordered = sorted(by_unit.values(), key=lambda pair: pair[0].index, reverse=True)
         buckets = [b for _, parts in ordered for records in parts if records for b in self._of_unit(records)]
         small = super()._buckets(kept) if any(kept) else []  # no unit completes them, so they are the last
-        return [self._groups.sharded(bucket) for bucket in (*buckets, *small)]
+        return [self._weights.sharded(bucket) for bucket in (*buckets, *small)]
 
     def _read_weights(self, buckets: Sequence[Bucket]) -> None:
         self._own = read_weights(buckets, self._models, self._run, partition=self._partition, keeps=self._keeps)
@@ -107,8 +263,8 @@ class FullyShardedOptimizer(ShardedOptimizer):
         parts = [*([record] for record in records if splits and _is_large(record)), *([rest] if rest else [])]
         return [bucket for part in parts for bucket in make_buckets(part, _NO_LIMIT, self._run.mesh)]
 
-    def _place(self, record: ParameterRecord) -> tuple[Units, Unit]:
-        for units in self._units:
+    def _place(self, record: ParameterRecord) -> tuple[UnitsOfModel, Unit]:
+        for units in self._weights.units:
             unit = units.unit_of(record)
             if unit is not None:
                 return units, unit
@@ -124,8 +280,8 @@ class FullyShardedOptimizer(ShardedOptimizer):
         if units.keeps(arguments["bucket"].records[0]):
             return super()._eager_shard(**arguments)
         own = self._own.pop(id(arguments["bucket"]), None)
-        arguments |= {"buffers": self._passing, "near": self._groups.near}
-        shard = GatheredShard(read=units.read, own=own, **arguments)
+        arguments |= {"buffers": self._passing, "near": self._weights.near}
+        shard = GatheredShard(read=self._weights.read, own=own, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         if unit is units.root and self._before_units not in units.before_units:
             units.before_units.append(self._before_units)
@@ -136,7 +292,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
         if units.keeps(arguments["bucket"].records[0]):
             return super()._lazy_shard(**arguments)
         own = self._own.pop(id(arguments["bucket"]), None)
-        arguments |= {"read": units.read, "plugin": self._plugin, "own": own, "near": self._groups.near}
+        arguments |= {"read": self._weights.read, "plugin": self._plugin, "own": own, "near": self._weights.near}
         shard = LazyGatheredShard(take_over=self.take_over, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         return shard
@@ -156,13 +312,13 @@ class FullyShardedOptimizer(ShardedOptimizer):
         self._watcher.complete([self.shards.index(shard)])
 
     # ---- large parameters whose gradients come first -----------------------------------------------------------------
-    def _before_units(self, units: Units) -> None:
+    def _before_units(self, root: Unit) -> None:
         """The backward pass of the first unit begins: frees parameters of the model itself whose use is over, such as
         the head's, and sends their gradients, instead of keeping both to the end.
 
         A gradient that has arrived is the sum over all uses of the parameter in this pass, so none follows.
         """
-        for index in self._candidates(units):
+        for index in self._candidates(root):
             shard = cast(GatheredShard, self.shards[index])
             arrived = self._watcher.has_arrived(index)
             if arrived and not self._ahead.is_agreed(index):
@@ -170,17 +326,17 @@ class FullyShardedOptimizer(ShardedOptimizer):
             if not self._ahead.is_agreed(index):
                 continue
             if arrived:
-                units.root.finish(shard)  # first: gradients are received into as much memory
+                root.finish(shard)  # first: gradients are received into as much memory
             self._ahead.travels |= self._watcher.complete_ahead(index)
 
-    def _candidates(self, units: Units) -> list[int]:
-        mine = [shard for shard, _ in units.root.shards]
+    def _candidates(self, root: Unit) -> list[int]:
+        mine = [shard for shard, _ in root.shards]
         return [i for i, s in enumerate(self.shards) if isinstance(s, GatheredShard) and s.is_alone and s in mine]
 
     def close(self) -> None:
         """See :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`."""
         super().close()
-        for units in self._units:
+        for units in self._weights.units:
             if self._before_units in units.before_units:
                 units.before_units.remove(self._before_units)
 
@@ -215,7 +371,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
     def _agree(self) -> None:
         """Agrees with the other ranks, after one of the first passes, whose gradients are sent ahead from now on: those
         that have arrived early on all ranks."""
-        found = {index for units in self._units if units.sends_ahead for index in self._candidates(units)}
+        found = {index for units in self._weights.units if units.sends_ahead for index in self._candidates(units.root)}
         join = self._run.join
         if join.is_uneven or join.is_through or not self._ahead.is_open(found):
             return

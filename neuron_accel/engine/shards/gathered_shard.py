@@ -4,7 +4,7 @@
 The parameters of a bucket are views of one flat buffer. Its storage is freed and allocated anew, while the buffer
 itself and what autograd has saved of it stay, as in PyTorch's ``fully_shard``. While it is freed, parameters keep their
 shape, their values are NaN, and a use outside of the forward and backward pass of their module is an error
-(:mod:`~neuron_accel.strategies.fully_sharded.released`).
+(:mod:`~neuron_accel.engine.shards.released`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import EagerShard, UsageError, WeightShard
-from neuron_accel.strategies.fully_sharded.released import release, restore
+from neuron_accel.engine.sharding.parameters import WeightShard
+from neuron_accel.engine.shards.eager_shard import EagerShard
+from neuron_accel.engine.shards.released import release, restore
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Group, ParameterShard, Pending
+    from neuron_accel.backends.group import Group, Pending
+    from neuron_accel.engine.shards.shard import ParameterShard
 
 
 class GatheredShard(EagerShard):
-    """The shard of a bucket of one unit (:class:`~neuron_accel.strategies.fully_sharded.units.Unit`).
+    """The shard of a bucket of one unit (:class:`~neuron_accel.engine.shards.unit.Unit`).
 
     Args:
         read: called with this shard before one of its parameters is read in full: frees the one that was read before.
@@ -193,10 +196,6 @@ class GatheredShard(EagerShard):
         self._read(self)
         self.gather()
         return self._views[index]
-
-    def keep_for_reading(self) -> None:
-        """Before a checkpoint is written: takes weights that the loop has assigned."""
-        self.sync_user_weights()
 
     def _own_part(self, piece: ParameterShard) -> torch.Tensor:
         return piece.span.of_chunk(self._own)

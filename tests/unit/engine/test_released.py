@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from neuron_accel.engine.shards.released import release, restore
 from neuron_accel.errors import UsageError
-from neuron_accel.strategies.fully_sharded.released import release, restore
 
 
 @pytest.fixture

@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import HostCopy, LazyShard, UsageError, WeightShard
+from neuron_accel.engine.sharding.parameters import WeightShard
+from neuron_accel.engine.shards.lazy_shard import HostCopy, LazyShard
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
     from torch import nn
 
-    from neuron_accel.contract import Group, Pending
+    from neuron_accel.backends.group import Group, Pending
 
 
 class LazyGatheredShard(LazyShard):
-    """The shard of a bucket of one unit (:class:`~neuron_accel.strategies.fully_sharded.units.Unit`).
+    """The shard of a bucket of one unit (:class:`~neuron_accel.engine.shards.unit.Unit`).
 
     Args:
         read: called with this shard before one of its parameters is read in full: drops the one that was read before.
@@ -39,7 +41,7 @@ class LazyGatheredShard(LazyShard):
     Attributes:
         is_gathered: whether the parameters have their values.
         values: these values, one for each parameter, while they are gathered.
-        is_held: False, see :class:`~neuron_accel.strategies.fully_sharded.gathered_shard.GatheredShard`.
+        is_held: False, see :class:`~neuron_accel.engine.shards.gathered_shard.GatheredShard`.
         near_part: what this rank keeps of them since they were resharded, ``[partition.numel / near.size]``.
     """
 
@@ -221,10 +223,9 @@ class LazyGatheredShard(LazyShard):
             self._versions[index] = parameter._version
 
     # ---- the shard on the host, for checkpoints ----------------------------------------------------------------------
-    def keep_for_reading(self) -> None:
-        """Before a checkpoint is written: copies this rank's weights to the host. Collective, because it reads the
-        device."""
-        self.sync_user_weights()
+    def before_save(self) -> None:
+        """Copies this rank's weights to the host. Collective, because it reads the device."""
+        super().before_save()
         self._keep_on_host()
 
     def _keep_on_host(self) -> None:

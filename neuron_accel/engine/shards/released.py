@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 
 _METADATA = """
     __deepcopy__ __dir__ __format__ __hash__ __len__ __repr__ __set__ _has_compatible_shallow_copy_type _is_view
@@ -110,7 +110,7 @@ def _refuse(name: str, used: list[torch.Tensor]) -> NoReturn:
     shape = f" of shape {tuple(used[0].shape)}" if used else ""
     raise UsageError(
         f"A weight{shape} is used outside of the forward and backward pass of its module, by `{name}`.",
-        where="plugin 'fully_sharded'",
+        where="fully sharded parameters",
         why="each rank keeps some elements of every parameter, which has values only while its module computes",
         fix="read and write weights inside `with accelerator.full_weights(model):`",
     )

@@ -11,7 +11,9 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.contract import Bucket, Partition, PreparedModel, Run
+    from neuron_accel.engine.optim.buckets import Bucket
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.shards.partition import Partition
 
 
 def read_weights(
