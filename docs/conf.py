@@ -46,7 +46,7 @@ CONTRACT = {
     "Layouts and parameters": ("engine.sharding",),
     "Gradients": ("engine.optim.buckets", "engine.optim.norms", "engine.optim.reducer"),
     "Optimizers": ("engine.optim",),
-    "An optimizer whose state is sharded": ("engine.shards",),
+    "Optimizer state and weights that are sharded": ("engine.shards",),
     "Families of models": ("models", "lazy"),
     "Backends and collectives": ("backends",),
     "Errors": ("errors",),

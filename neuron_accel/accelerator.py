@@ -70,8 +70,8 @@ from neuron_accel.loop.step import Step
 from neuron_accel.loop.watchdog import collective, watch
 from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler, weakly
 from neuron_accel.neuron.environment import hardware_of_run
-from neuron_accel.neuron.precision import lost_updates, settle_precision
-from neuron_accel.neuron.profiling import profiling_problem, settle_profiling
+from neuron_accel.neuron.precision import lost_updates, set_precision_flags
+from neuron_accel.neuron.profiling import profiling_problem, set_profiling_variables
 from neuron_accel.storage import staged, upload_folder
 
 if TYPE_CHECKING:
@@ -195,14 +195,14 @@ class NeuronAccelerator(Accelerator):
         decision = settle(os.environ, requested=backend or configured.backend, cpu=bool(options.get("cpu")))
         options["cpu"] = decision.device in ("cpu", "meta")
         self._on_neuron = decision.device == "neuron" or (decision.backend == "xla" and Machine().xla_neuron)
-        settle_precision(
+        set_precision_flags(
             os.environ,
             mixed_precision=str(options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
             compiles_for_neuron=self._on_neuron and decision.backend == "xla",
         )
         if decision.device == "neuron":  # onto which transformers cannot load from several threads
             os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
-        self._settle_profiling(handlers, decision.backend)
+        self._set_profiling_variables(handlers, decision.backend)
         self.is_precompiling = is_precompiling()
         was_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
         super().__init__(**with_accumulation(options, os.environ))
@@ -540,7 +540,7 @@ class NeuronAccelerator(Accelerator):
             self.run,
             self.scaler,
             given=optimizer,
-            gradients_complete=self._step.items.settle,
+            gradients_complete=self._step.items.divide_gradients,
         )
         prepared._is_accelerate_prepared = True
         self.run.add_optimizer(prepared)
@@ -686,7 +686,7 @@ class NeuronAccelerator(Accelerator):
         if owner is None or (parameters and all(self.run.find_parameter(p) is None for p in parameters)):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
-        self._step.items.settle()
+        self._step.items.divide_gradients()
         return self._step.clipping.norm(owner, parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
@@ -699,7 +699,7 @@ class NeuronAccelerator(Accelerator):
             super().clip_grad_value_(parameters, clip_value)
             return
         self.unscale_gradients()
-        self._step.items.settle()
+        self._step.items.divide_gradients()
         self._step.clipping.value(owner, parameters, float(clip_value))
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
@@ -905,13 +905,13 @@ class NeuronAccelerator(Accelerator):
             profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
             self.wait_for_everyone()
 
-    def _settle_profiling(self, handlers: Iterable[KwargsHandler] | None, backend: str) -> None:
+    def _set_profiling_variables(self, handlers: Iterable[KwargsHandler] | None, backend: str) -> None:
         """Lets the Neuron runtime, which starts next, record profiles if the caller is going to make some."""
         from accelerate.utils import ProfileKwargs
 
         found = next((each for each in handlers or () if isinstance(each, ProfileKwargs)), None)
         if found is not None and self._on_neuron and backend == "xla":
-            settle_profiling(os.environ, found.output_trace_dir)
+            set_profiling_variables(os.environ, found.output_trace_dir)
 
     def _has_trackers(self) -> bool:
         return bool(self.trackers) and self.is_main_process
@@ -1006,7 +1006,7 @@ class NeuronAccelerator(Accelerator):
         record = self.run.prepared(model)
         if record is None:
             raise UsageError("This model was not prepared by this accelerator.")
-        self._step.items.settle()
+        self._step.items.divide_gradients()
         return full_gradients(record, self.run)
 
     @skipped_without_values(returns_none)

@@ -24,7 +24,7 @@ from neuron_accel.backends.randomness import RankRandomness
 
 # gradients, their norms; optimizers, copies of them for other parameters, their state in terms of the original
 # parameters
-from neuron_accel.engine.optim.elementwise import is_separable, needs_closure, why_not_elementwise
+from neuron_accel.engine.optim.elementwise import needs_closure, why_not_elementwise
 from neuron_accel.engine.optim.norms import GradientPart, clip_by_norm, clip_by_value, global_norm, gradient_parts
 from neuron_accel.engine.optim.reducer import GradientReducer
 from neuron_accel.engine.optim.twin import ReplicaState, ShardedState, take_weights, twin
@@ -147,7 +147,6 @@ __all__ = [
     "gradient_parts",
     "import_object",
     "install_resize",
-    "is_separable",
     "join_fqn",
     "matches_fqn",
     "model_without_weights",

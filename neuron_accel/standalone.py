@@ -17,7 +17,6 @@ from torch import nn
 
 from neuron_accel.backends.base import Backend
 from neuron_accel.backends.select import connect, settle
-from neuron_accel.engine.optim.elementwise import is_separable, why_not_elementwise
 from neuron_accel.engine.optim.twin import checked_groups, make_optimizer_constructor_lazy
 from neuron_accel.engine.plan.mesh import DATA_AXIS, AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.plan import Plan
@@ -62,8 +61,9 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         defaults: options of ``optimizer_class``, such as ``lr``.
 
     Raises:
-        ConfigurationError: if groups do not partition the ranks into groups of equal size, or the optimizer does not
-            update each element by itself (``Zero1Plugin(partition="parameters")`` supports those).
+        ConfigurationError: if groups do not partition the ranks into groups of equal size.
+        PlanError: if the optimizer does not update each element by itself (``Zero1Plugin(partition="parameters")``
+            supports those).
         ValueError, TypeError: as torch, if ``params`` is empty or contains something that is not a tensor, not a leaf,
             or sparse.
     """
@@ -91,18 +91,6 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         del pin_layout, lazy_init  # both are the case anyway
         optimizer = make_optimizer_constructor_lazy(optimizer_class)(params, **defaults)
         _refuse_sparse(optimizer.param_groups)
-        reason = why_not_elementwise(optimizer)
-        if reason is not None:
-            by_parameter = is_separable(optimizer)
-            raise ConfigurationError(
-                f"{optimizer_class.__name__} does not update each element of a parameter by itself.",
-                where="ZeroRedundancyOptimizer",
-                why=f"parameters are sharded; {reason}"
-                + ("" if by_parameter else ", and it uses all parameters together"),
-                fix="use NeuronAccelerator with Zero1Plugin(partition='parameters')"
-                if by_parameter
-                else "train without ZeRO-1, or choose an optimizer that updates every parameter by itself",
-            )
         parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         run = _run(backend or _connected(), parameters, sharding_groups, grad_norm_groups)
         options = Zero1Plugin(

@@ -24,7 +24,7 @@ a plugin" and "Cookbook" of the documentation explain every part.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class Skeleton:
     """A kind of plugin.
 
     Args:
@@ -39,22 +39,22 @@ class Kind:
 
 
 KINDS = {
-    "observer": Kind(
+    "observer": Skeleton(
         about="reads what other plugins compute, changes nothing",
         does="logs the norm of the gradient of every block",
         options="{every: 10}",
     ),
-    "gradients": Kind(
+    "gradients": Skeleton(
         about="changes gradients before the optimizer uses them",
         does="clips the gradient of every block by itself",
         options="{max_norm: 1.0}",
     ),
-    "layout": Kind(
+    "layout": Skeleton(
         about="shards layers over ranks",
         does="shards linear layers by their outputs",
         options='{degree: 2, layers: ["*.up_proj"]}',
     ),
-    "axis": Kind(
+    "axis": Skeleton(
         about="brings an axis of ranks, and what happens along it",
         does="trains replicas that average their weights every few steps",
         options="{replicas: 2, every: 8}",

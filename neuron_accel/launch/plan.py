@@ -15,7 +15,7 @@ from pathlib import Path
 from neuron_accel.backends.select import Decision
 from neuron_accel.errors import ConfigurationError, did_you_mean
 from neuron_accel.launch.host import Host
-from neuron_accel.launch.request import CHECKS, DEFAULT_MASTER_PORT, HEARTBEAT_SECONDS, STATIC, LaunchRequest
+from neuron_accel.launch.request import DEFAULT_MASTER_PORT, HEARTBEAT_SECONDS, RULES, STATIC, LaunchRequest
 from neuron_accel.neuron import flags
 from neuron_accel.neuron.cache import NATIVE_VARIABLE, URL_VARIABLE, location_of, remark_on_place
 from neuron_accel.neuron.compiler import CompilerOptions
@@ -215,8 +215,8 @@ def check_request(request: LaunchRequest) -> None:
     Raises:
         ConfigurationError: if the request cannot be launched.
     """
-    for check in CHECKS:
-        check.apply(request)
+    for rule in RULES:
+        rule.apply(request)
     if request.module:
         _check_module(request.target)
     else:

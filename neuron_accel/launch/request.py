@@ -218,7 +218,7 @@ def rendezvous_settings(text: str) -> dict[str, str]:
 
 # ---- what options must fulfil ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Check:
+class Rule:
     """A request that is not possible.
 
     Args:
@@ -244,80 +244,80 @@ def _is_blank(text: str | None) -> bool:
     return text is not None and not text.strip()
 
 
-CHECKS = (
-    Check(
+RULES = (
+    Rule(
         "--nproc-per-node",
         lambda r: r.nproc_per_node < 1,
         "--nproc-per-node is {r.nproc_per_node}; expected at least 1.",
         "pass the number of ranks on this machine, at most one per accelerator core",
     ),
-    Check(
+    Rule(
         "--nnodes",
         lambda r: r.min_nnodes is None and r.nnodes < 1,
         "--nnodes is {r.nnodes}; expected at least 1.",
         "pass the number of machines, or the smallest and the largest, such as 2:4",
     ),
-    Check(
+    Rule(
         "--nnodes",
         lambda r: r.min_nnodes is not None and not 1 <= r.min_nnodes <= r.nnodes,
         "--nnodes {r.min_nnodes}:{r.nnodes} is not possible.",
         "pass the number of machines, or the smallest and the largest, such as 2:4",
     ),
-    Check(
+    Rule(
         "--rdzv-backend",
         lambda r: r.rendezvous == STATIC and r.min_nnodes not in (None, r.nnodes),
         f"--nnodes {{r.min_nnodes}}:{{r.nnodes}} needs another --rdzv-backend than {STATIC}.",
         f"leave it out, for {DYNAMIC}, or pass one number of machines",
         "a static rendezvous has a fixed number of machines",
     ),
-    Check(
+    Rule(
         "--node-rank",
         lambda r: r.rendezvous == STATIC and not 0 <= r.node_rank < r.nnodes,
         "--node-rank is {r.node_rank}, but there are {r.nnodes} machines.",
         "pass a number from 0 to below that, a different one on every machine",
         "machines are numbered from 0",
     ),
-    Check(
+    Rule(
         "--master-addr",
         lambda r: r.nnodes > 1 and not r.master_addr and not r.rdzv_endpoint,
         "{r.nnodes} machines need the address of machine 0.",
         "pass its address, the same on all machines, or --rdzv-endpoint",
         "the rendezvous of all ranks is on machine 0",
     ),
-    Check(
+    Rule(
         "--socket-interface",
         lambda r: _is_blank(r.socket_interface),
         "--socket-interface is empty.",
         "pass an interface, such as eth0, or leave it out",
         "it is the network interface for the ranks of several machines",
     ),
-    Check(
+    Rule(
         "--socket-interface",
         lambda r: r.socket_interface is not None and r.nnodes == 1,
         "--socket-interface {r.socket_interface} has no effect on one machine.",
         "pass it together with --nnodes, or leave it out",
         "it is the network interface for the ranks of several machines",
     ),
-    Check(
+    Rule(
         "--master-port",
         lambda r: r.master_port is not None and not 0 < r.master_port < 65536,
         "{r.master_port} is not a port.",
         "pass a number from 1 to 65535, or leave it out on one machine to use a free port",
     ),
-    Check(
+    Rule(
         "--max-restarts",
         lambda r: r.max_restarts < 0,
         "--max-restarts is {r.max_restarts}; expected at least 0.",
         "pass 0 or more",
     ),
-    Check(
+    Rule(
         "--heartbeat",
         lambda r: r.heartbeat is not None and not (r.heartbeat == 0 or 3 <= r.heartbeat < math.inf),
         "--heartbeat is {r.heartbeat:g}; expected at least 3 seconds, or 0.",
         "pass 3 or more seconds, or 0 to disable the check",
         "machines give a sign every second",
     ),
-    Check(
+    Rule(
         "--grace",
         lambda r: not 0 <= r.grace < math.inf,
         "--grace is {r.grace:g}; expected a finite number of at least 0 seconds.",

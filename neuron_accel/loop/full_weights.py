@@ -27,7 +27,7 @@ def full_weights(module: nn.Module, run: Run) -> Iterator[None]:
             where="`accelerator.full_weights`",
             fix="give the model that `prepare` returned, or a module inside it",
         )
-    _settle(run)
+    _before_save(run)
     kept = [(record.fqn, record.weights) for record in records if record.weights is not None]
     for fqn, weights in kept:
         if weights.hold is None:
@@ -41,14 +41,14 @@ def full_weights(module: nn.Module, run: Run) -> Iterator[None]:
         for _, weights in kept:
             weights.hold(True)  # type: ignore[misc]  # checked above
         yield
-        _settle(run)  # before any is freed: one may have been assigned memory of another
+        _before_save(run)  # before any is freed: one may have been assigned memory of another
     finally:
         for _, weights in kept:
             weights.hold(False)  # type: ignore[misc]
-        _settle(run)
+        _before_save(run)
 
 
-def _settle(run: Run) -> None:
+def _before_save(run: Run) -> None:
     """Waits for weights that are being gathered, and takes those that the loop has written, as before saving."""
     for before_save in run.hooks["before_save"]:
         before_save(run)

@@ -95,7 +95,7 @@ def prepare_model(
     record.handles += run.shared_inputs.watch(record.module)
     if training:
         transform_model(record, run, since=Phase.GRADIENTS)
-        record.handles.append(record.module.register_forward_pre_hook(record.settle_synchronisation))
+        record.handles.append(record.module.register_forward_pre_hook(record.set_synchronises))
         if run.backend.is_lazy and (handle := recompute_layers(record.module, run.backend)) is not None:
             record.handles.append(handle)
         if not hasattr(record.module, "no_sync"):

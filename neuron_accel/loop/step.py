@@ -152,7 +152,7 @@ class ItemCount:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._count: torch.Tensor | None = None
-        self._action = run.join.register("the average over items", self._divide, settles=True)
+        self._action = run.join.register("the average over items", self._divide, flushes=True)
 
     def add(self, items: int | torch.Tensor) -> torch.Tensor:
         """Counts the items of a micro-batch; returns their number, 0-dim int64 on the run's device."""
@@ -165,7 +165,7 @@ class ItemCount:
         constants of the graph, which ranks with other numbers would not have."""
         return torch.as_tensor(items).detach().reshape(1).to(self._run.device).reshape(())
 
-    def settle(self) -> None:
+    def divide_gradients(self) -> None:
         """Divides the accumulated gradients by the number of items, once, if losses were given with items.
         Collective."""
         if self._count is not None:
@@ -220,8 +220,8 @@ class Clipping:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._clip_norm = run.join.register("clipping to a norm", self._norm_along, settles=True)
-        self._clip_value = run.join.register("clipping values", self._value_along, settles=True)
+        self._clip_norm = run.join.register("clipping to a norm", self._norm_along, flushes=True)
+        self._clip_value = run.join.register("clipping values", self._value_along, flushes=True)
 
     def norm(
         self, owner: StrategyPlugin, parameters: list[nn.Parameter], max_norm: float, norm_type: float

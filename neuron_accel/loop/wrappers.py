@@ -64,7 +64,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def _take_part(self) -> None:
         run = self._run
         self.lazy = LazyStep(self.optimizer, run.backend, self.gradient_state) if run.backend.is_lazy else None
-        self._stepping = run.join.register("an optimizer step", weakly(self._step_along), settles=True)
+        self._stepping = run.join.register("an optimizer step", weakly(self._step_along), flushes=True)
         self._zeroing = run.join.register("zeroing gradients", self.optimizer.zero_grad)
 
     def step(self, closure: Any = None) -> None:

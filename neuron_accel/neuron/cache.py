@@ -28,7 +28,6 @@ from neuron_accel.neuron.flags import VARIABLE, Flag
 from neuron_accel.neuron.quantities import parse_duration, parse_size
 
 DEFAULT_LOCATION = "/var/tmp/neuron-compile-cache"
-DEFAULT_NATIVE_LOCATION = "/tmp/neff_cache"
 URL_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 NATIVE_VARIABLE = "TORCH_NEURONX_NEFF_CACHE_DIR"
 NATIVE_OFF_VARIABLE = "TORCH_NEURONX_NEFF_DISABLE_CACHE"

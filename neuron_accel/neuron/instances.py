@@ -23,9 +23,6 @@ from neuron_accel.neuron.facts import FACTS
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 """The file with the product name (DMI), which is the instance type on EC2 (Nitro)."""
 
-DEFAULT_LNC = 2
-"""Default number of physical cores in a logical core, on instances that support several (NEURON_LOGICAL_NC_CONFIG)."""
-
 OLDEST_RUNTIME: tuple[int, int] = tuple(FACTS["releases"][0]["runtime"])
 """The runtime of the last SDK with torch-neuronx for XLA; newer ones have wider limits."""
 NATIVE_RUNTIME: tuple[int, int] = tuple(FACTS["releases"][1]["runtime"])

@@ -16,7 +16,7 @@ ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 _FALSE = ("", "0", "false", "no", "off", "n", "f")
 
 
-def settle_precision(environ: MutableMapping[str, str], *, mixed_precision: str, compiles_for_neuron: bool) -> None:
+def set_precision_flags(environ: MutableMapping[str, str], *, mixed_precision: str, compiles_for_neuron: bool) -> None:
     """Disables casts by the Neuron compiler under autocast, and warns of legacy variables; called before compilation.
 
     Args:

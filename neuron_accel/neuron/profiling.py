@@ -18,7 +18,7 @@ _NAMES = ("XLA_IR_DEBUG", "XLA_HLO_DEBUG")
 """Give operations the names of modules; read when graphs are compiled."""
 
 
-def settle_profiling(environ: MutableMapping[str, str], folder: str | os.PathLike[str] | None) -> None:
+def set_profiling_variables(environ: MutableMapping[str, str], folder: str | os.PathLike[str] | None) -> None:
     """Sets the variables that the XLA path needs for profiles, those that are not set. Called before the runtime
     starts.
 

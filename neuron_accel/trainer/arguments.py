@@ -103,14 +103,14 @@ class StrategyArguments(OptimumArguments):
     )
 
     def __post_init__(self) -> None:
-        self._settle_defaults()
+        self._fill_in_defaults()
         self._check_values()
         theirs: Any = self  # the type of the class that follows this mixin
         self.decision = settle(os.environ, cpu=bool(theirs.use_cpu))
         if self.decision.device in ("cpu", "meta"):
             theirs.use_cpu = True
         else:
-            self._settle_rounding()
+            self._set_rounding_variable()
         has_fused = self.decision.device not in ("xla", "meta")
         if not has_fused and self.optim == OptimizerNames.ADAMW_TORCH_FUSED:  # type: ignore[has-type]
             self.optim = OptimizerNames.ADAMW_TORCH  # the same updates

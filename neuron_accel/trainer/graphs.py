@@ -169,7 +169,7 @@ class OneGraph:
                 self.state.epoch = epoch + (skipped + done) / steps
                 self._step_placed = self.state.global_step
             if self.control.should_log or self.control.should_evaluate or self.control.should_save:
-                self._settle_tokens()
+                self._add_up_tokens()
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 start_time = args[1] if len(args) > 1 else more.get("start_time")
                 self._log_step(grad_norm, start_time, more.get("learning_rate"))
@@ -202,7 +202,7 @@ class OneGraph:
         self._total_loss_scalar += self._take_losses()
         return super()._finalize_training(*args)  # type: ignore[misc]
 
-    def _settle_tokens(self) -> None:
+    def _add_up_tokens(self) -> None:
         if self._tokens is not None:
             run = self.accelerator.run
             counts = run.backend.all_gather_object(int(self._tokens.cpu()), run.group(*run.mesh.data_axes))

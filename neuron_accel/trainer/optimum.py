@@ -102,7 +102,7 @@ class OptimumArguments:
         """Whether the weights of the model are bfloat16, instead of cast in each operation."""
         return bool(getattr(self, "bf16", False)) and self.use_autocast is False
 
-    def _settle_defaults(self) -> None:
+    def _fill_in_defaults(self) -> None:
         """Replaces the values that were not given."""
         theirs = self.optimum_neuron_defaults
         if self.zero_1 is None:
@@ -166,7 +166,7 @@ class OptimumArguments:
         plugin: Any = default_registry().get("run_report")
         return [plugin(folder=folder, show="lines")]
 
-    def _settle_rounding(self, environ: MutableMapping[str, str] = os.environ) -> None:
+    def _set_rounding_variable(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Sets the variable of the Neuron runtime, which has not started yet."""
         wanted, present = self.stochastic_rounding_enabled, environ.get(ROUNDING, "").strip()
         if wanted is None or (wanted and not getattr(self, "bf16", False)):

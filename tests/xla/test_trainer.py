@@ -84,7 +84,7 @@ def count_tokens(trainer):
         trainer._track_num_input_tokens({"input_ids": mask, "attention_mask": mask})
     assert executed() == before
     backend.barrier()
-    trainer._settle_tokens()
+    trainer._add_up_tokens()
     return trainer.state.num_input_tokens_seen
 
 

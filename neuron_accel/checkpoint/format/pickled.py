@@ -41,14 +41,9 @@ def read_pickled(path: Location) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in loaded.items()}
 
 
-def read_containers(path: Location, classes: Mapping[str, type] | None = None) -> Any:
+def read_containers(path: Location) -> Any:
     """Returns the contents of a file written by ``torch.save``: tensors, on the CPU and memory-mapped if the format
     allows, numbers, strings and containers of these.
-
-    Args:
-        path: the file.
-        classes: further classes that it may contain, by the name that it has for them. Nothing of that name is
-            imported: an object of the given class is made, without calling it, and gets the stored attributes.
 
     Raises:
         CheckpointError: if the file cannot be read, is damaged, or reading it would run code.
@@ -66,8 +61,7 @@ def read_containers(path: Location, classes: Mapping[str, type] | None = None) -
         os.close(open_file(path))  # raises for a pipe, on which torch would wait
         if is_mapped(path):
             _check_stored(path)
-        with torch.serialization.safe_globals([(kind, name) for name, kind in (classes or {}).items()]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped(path))
     except OSError as error:
         raise failure("read", path, error) from error
     except pickle.UnpicklingError as error:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.elementwise import is_elementwise, needs_closure
+from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure
 from neuron_accel.engine.optim.held import state_of
 from neuron_accel.engine.optim.own_methods import OwnMethods
 from neuron_accel.engine.optim.twin import StandIn, StatePiece, copy_options, recipe_of, translate, twin
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.engine.runtime.tensors import full_tensor
-from neuron_accel.errors import UsageError
+from neuron_accel.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
@@ -35,11 +35,20 @@ def full_parameter_step(optimizer: torch.optim.Optimizer, run: Run) -> torch.opt
     If a plugin owns the optimizer's state, ``optimizer`` is returned unchanged: the plugin handles this itself.
 
     Raises:
+        PlanError: if it needs all parameters, and some are on other ranks only.
         UsageError: if full parameters are needed on a device that compiles.
     """
     if run.owner(Claim.OPTIMIZER_STATE) is not None:
         return optimizer
     records = {p: run.find_parameter(p) for group in optimizer.param_groups for p in group["params"]}
+    somewhere = any(record is not None and record.holders for record in records.values())
+    if somewhere and (needs_closure(optimizer) or not is_separable(optimizer)):
+        raise PlanError(
+            f"{type(optimizer).__name__} uses all parameters together, but a rank has only some of them.",
+            where="prepare()",
+            why="a norm over all of them, a line search, or an estimate of the best learning rate would differ by rank",
+            fix="train without a pipeline, or choose an optimizer that updates every parameter by itself",
+        )
     layouts = {p: record.layout for p, record in records.items() if record is not None and record.layout.axes}
     if not layouts or is_elementwise(optimizer):
         return optimizer

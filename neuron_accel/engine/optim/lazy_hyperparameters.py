@@ -38,7 +38,7 @@ def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> Abstra
 
 
 @contextmanager
-def _kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _options_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Context that restores the options of all groups at its end."""
     names = ("lr", "capturable", "weight_decay")
     kept: list[dict[str, Any]] = [
@@ -56,7 +56,7 @@ def _on_device(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[N
     takes_tensors = isinstance(_innermost(optimizer), torch.optim.Adam)  # AdamW is one
     # Adadelta counts, but computes nothing from it, and refuses to count on XLA devices.
     counts = not isinstance(_innermost(optimizer), torch.optim.Adadelta)
-    with _kept(optimizer):
+    with _options_restored(optimizer):
         for group in optimizer.param_groups:
             if counts and "capturable" in group:
                 group["capturable"] = True
@@ -91,7 +91,7 @@ def _can_count_on_host(optimizer: torch.optim.Optimizer) -> bool:
 def _on_host(optimizer: torch.optim.Optimizer, backend: Backend) -> Iterator[None]:
     counted = [(state, float(state["step"])) for state in optimizer.state.values() if "step" in state]
     last = min(_last_correction(group["betas"][1]) for group in optimizer.param_groups)
-    with _kept(optimizer):
+    with _options_restored(optimizer):
         for index, group in enumerate(optimizer.param_groups):
             rate = float(group["lr"])
             if group["decoupled_weight_decay"] and group["weight_decay"]:

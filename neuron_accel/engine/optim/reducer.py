@@ -284,7 +284,7 @@ class BackwardWatcher:
 
     def __init__(self, owner: GradientOwner, records: Iterable[ParameterRecord], run: Run, *, overlap: bool = True):
         self._owner, self._run, self._overlap = owner, run, overlap
-        self._action = run.join.register("a backward pass", self.take_part, settle=owner.flush)
+        self._action = run.join.register("a backward pass", self.take_part, flush=owner.flush)
         self._handles: list[Any] = []
         self._watch()
         self.extend(records)

@@ -47,16 +47,16 @@ class JoinAction:
         join: the join that it belongs to.
         name: name for messages.
         perform: is called on ranks without data.
-        settle: completes pending reductions; called before other actions with ``settles``.
-        settles: whether pending reductions are completed before it.
+        flush: completes pending reductions; called before other actions with ``flushes``.
+        flushes: whether pending reductions are completed before it.
         compares: whether ranks with data must give it equal arguments.
     """
 
     join: Join
     name: str
     perform: Callable[..., Any]
-    settle: Callable[[], None] | None = None
-    settles: bool = False
+    flush: Callable[[], None] | None = None
+    flushes: bool = False
     compares: bool = False
 
     def __repr__(self) -> str:
@@ -110,10 +110,10 @@ class Join:
         Raises:
             DesyncError: on every rank, if ranks with data announce different actions.
         """
-        if action.settles:
+        if action.flushes:
             for other in self._actions:
-                if other.settle is not None:
-                    other.settle()
+                if other.flush is not None:
+                    other.flush()
         self._exchange((self._actions.index(action), arguments))
 
     def collective_only(self, what: str) -> None:

@@ -127,7 +127,7 @@ class PreparedModel:
         self.handles.append(self.module.register_forward_pre_hook(begin, prepend=True))
         self.handles.append(self.module.register_forward_hook(end, always_call=True))
 
-    def settle_synchronisation(self, *_: Any) -> None:
+    def set_synchronises(self, *_: Any) -> None:
         """Sets :attr:`synchronises`; called at the start of a forward pass."""
         if torch.is_grad_enabled():
             self.synchronises = self.sync_enabled

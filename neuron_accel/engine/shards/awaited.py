@@ -65,7 +65,7 @@ class AwaitedWeights:
                 self._bucket_of[parameter] = number
             self._finish[number] = shards[number].send_weights()
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Waits for all weights."""
         while self._finish:
             self._finish.pop(next(iter(self._finish)))()
@@ -99,7 +99,7 @@ class AwaitedWeights:
 
     def close(self) -> None:
         """Waits for all weights, and removes hooks."""
-        self.settle()
+        self.wait_for_all()
         for handle in self._handles:
             handle.remove()
         for module, awaited in self._watched:
@@ -194,5 +194,5 @@ class _Parameters(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copied or pickled module has a plain dict. Hooks of a module may refer to parameters of others, and are
         copied before these."""
-        self._awaited.settle()
+        self._awaited.wait_for_all()
         return dict, (self.copy(),)

@@ -78,7 +78,7 @@ class SendBuffers:
         """Must be called when the reduction of the gradients of ``shard`` in ``buffer`` was started."""
         self._travelling.append((shard, buffer))
 
-    def settle(self, *, but: Collection[EagerShard] = ()) -> None:
+    def wait(self, *, but: Collection[EagerShard] = ()) -> None:
         """Waits for all pending reductions, or for those that were started before the first one of ``but``."""
         while self._travelling and self._travelling[0][0] not in but:
             self._arrived()
@@ -111,7 +111,7 @@ class EagerShard(BucketShard):
         self._memory: torch.Tensor | None = None  # memory of this rank's gradient, kept from step to step
         self._buffer: Buffer | None = None  # the buffer that is being filled
         self._filled: list[bool] = []
-        self._kept: list[bool] = []
+        self._still_there: list[bool] = []
         ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
         pairs = zip([(0, 0), *ends], [*ends, (self.partition.numel, 0)], strict=True)
         self._padding = [slice(end, begin) for (_, end), (begin, _) in pairs if end < begin]
@@ -164,14 +164,14 @@ class EagerShard(BucketShard):
         if self._buffer is None:
             self._buffer = self._buffers.take(self.partition.numel, self.reduce_dtype, self._device)
             self._filled = [False] * len(self.parameters)
-            self._kept = [False] * len(self.parameters)
+            self._still_there = [False] * len(self.parameters)
         parameter = self.parameters[index]
         gradient = parameter.grad
         if gradient is None:
             return
         parameter.grad = None
         if isinstance(gradient, ShardedGrad):
-            self._kept[index] = self._is_visible(gradient)
+            self._still_there[index] = self._is_visible(gradient)
             gradient = gradient.take_waiting()
             if gradient is None:
                 return
@@ -185,7 +185,7 @@ class EagerShard(BucketShard):
 
     def _take_as_buffer(self, gradient: torch.Tensor) -> None:
         """Sends the gradient of the only parameter from where it is, instead of a copy."""
-        self._buffer, self._filled, self._kept = Buffer(gradient.detach().view(-1), None), [True], [False]
+        self._buffer, self._filled, self._still_there = Buffer(gradient.detach().view(-1), None), [True], [False]
         self.parameters[0].grad = None
 
     def send_gradients(self) -> None:
@@ -196,7 +196,7 @@ class EagerShard(BucketShard):
         self.used = self._filled
         if self._gradient is not None:
             self.before_change()
-            self._forget_all_but(self._kept)
+            self._forget_all_but(self._still_there)
         for slot, is_filled in zip(buffer.slots(self), self._filled, strict=True):
             if not is_filled:
                 slot.zero_()
@@ -224,7 +224,7 @@ class EagerShard(BucketShard):
         return self._memory
 
     def _scaled_sum(self, scale: float, partial: Group) -> torch.Tensor:
-        self._buffers.settle()
+        self._buffers.wait()
         self.complete()
         reduced, self._reduced = self._reduced, None
         assert reduced is not None

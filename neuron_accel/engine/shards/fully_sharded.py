@@ -301,14 +301,14 @@ class FullyShardedOptimizer(ShardedOptimizer):
         """Takes a gradient into the buffer that is sent, unless it is sent from where it is."""
         shard = self.shards[bucket]
         if self._ahead.travels:  # as much memory is needed for the gradients of the first unit
-            self._passing.settle()
+            self._passing.wait()
             self._ahead.travels = False
         if not isinstance(shard, GatheredShard) or not shard.is_alone:
             super().take_gradient(bucket, index)
 
     def _complete(self, unit: Unit, shard: AnyShard) -> None:
         """The backward pass of its unit is over. Gradients of one unit travel at a time, which bounds their memory."""
-        self._passing.settle(but=[cast(EagerShard, mine) for mine, _ in unit.shards])
+        self._passing.wait(but=[cast(EagerShard, mine) for mine, _ in unit.shards])
         self._watcher.complete([self.shards.index(shard)])
 
     # ---- large parameters whose gradients come first -----------------------------------------------------------------

@@ -126,7 +126,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
 
     def take_over(self) -> None:
         """Applies values that were written to master weights and state by parameter (:meth:`state_pieces`)."""
-        self.settle()
+        self.wait_for_weights()
         self._twin.take_over()
 
     @property
@@ -169,7 +169,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
     def admit(self, records: list[ParameterRecord]) -> list[Bucket]:
         """Shards parameters that begin to train, and returns their buckets. Until then parameters have no master
         weights, and state that was loaded for them is unsharded."""
-        self.settle()
+        self.wait_for_weights()
         shards = self._build(records)
         self._twin.add(shards)
         if not self._lazy:  # the weights were copied to new memory
@@ -262,7 +262,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         """
         loss = None
         self._warn_inside_no_sync()
-        self.settle()
+        self.wait_for_weights()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -338,7 +338,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
 
     def take_user_weights(self) -> None:
         """Takes weights that the loop has assigned or written to, before a checkpoint is written. Collective."""
-        self.settle()
+        self.wait_for_weights()
         for shard in self.shards:
             shard.before_save()
 
@@ -351,15 +351,15 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         for finish in [shard.send_weights() for shard in self.shards]:
             finish()
 
-    def settle(self) -> None:
+    def wait_for_weights(self) -> None:
         """Waits for weights that are being gathered."""
         if self._awaited is not None:
-            self._awaited.settle()
+            self._awaited.wait_for_all()
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def state_pieces(self) -> list[StatePiece]:
         """Returns this rank's state, one :class:`StatePiece` for each shard of a parameter of the original model."""
-        self.settle()  # a checkpoint writes to parameters too
+        self.wait_for_weights()  # a checkpoint writes to parameters too
         return state_pieces(self._twin, masters=self.saves_masters)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -382,7 +382,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
             self.reload_masters()
             return
         self.gather_weights()
-        self.settle()
+        self.wait_for_weights()
 
     def reload_masters(self) -> None:
         """Sets the master weights from the model's weights, after these were changed."""
@@ -442,7 +442,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plugin: str, title: str, 
             f"{name} is not element-wise, but with {title} each rank updates shards of parameters.",
             where=f"plugin {plugin!r}, partition='even'",
             why=reason,
-            fix="use partition='parameters'",
+            fix="use partition='parameters', an option of the plugin",
         )
 
 

@@ -22,8 +22,6 @@ from neuron_accel.contract import (
     PluginSpec,
     Stages,
     StrategyPlugin,
-    is_separable,
-    needs_closure,
 )
 from neuron_accel.strategies.pipeline.options import PipelineOptions
 from neuron_accel.strategies.pipeline.schedules import make_schedule
@@ -185,22 +183,6 @@ class PipelineParallelPlugin(PipelineOptions):
         self.pipelines(run).append(pipeline)
         model.runs_backward, model.defers_gradients = True, self.schedule == "zero-bubble"
         model.module.forward = _function(pipeline, inspect.signature(forward))  # type: ignore[method-assign]
-
-    def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-        """Raises an error for optimizers that need all parameters.
-
-        Raises:
-            PlanError: if the optimizer uses all parameters together, so that the result would differ from one process.
-        """
-        if needs_closure(optimizer) or not is_separable(optimizer):
-            raise PlanError(
-                f"{type(optimizer).__name__} uses all parameters together, but a stage has only some of them.",
-                where="plugin 'pipeline_parallel', pipeline_parallel_size",
-                why="a norm over all of them, a line search, or an estimate of the best learning rate, would differ "
-                "between stages",
-                fix="train without a pipeline, or choose an optimizer that updates every parameter by itself",
-            )
-        return optimizer
 
     def pipelines(self, run: Run) -> list[Pipeline]:
         """Returns the pipelines of a run, one for each prepared model."""

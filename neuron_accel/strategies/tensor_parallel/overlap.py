@@ -83,7 +83,7 @@ def forget_products(region: nn.Module, *, completed: bool) -> None:
 
 # ---- their products --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class _Gather:
+class _Settings:
     """What a node needs beside tensors.
 
     Args:
@@ -132,7 +132,7 @@ def gather_and_multiply(
     for layer in layers:
         operands += [None if each is None else each.to(dtype) for each in layer.operands()]
     computed = tuple(layer.reads_gathered for layer in layers)
-    gather = _Gather(backend, group, length, dtype, computed, overlaps, regather)
+    gather = _Settings(backend, group, length, dtype, computed, overlaps, regather)
     full, _, *products = _GatherAndMultiply.apply(hidden, gather, *operands)
     return full, list(zip([layer for layer in layers if layer.reads_gathered], products, strict=True))
 
@@ -152,7 +152,7 @@ class _GatherAndMultiply(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, gather: _Gather, *operands: torch.Tensor | None) -> tuple[Any, ...]:
+    def forward(ctx: Any, hidden: torch.Tensor, gather: _Settings, *operands: torch.Tensor | None) -> tuple[Any, ...]:
         length, size, index = gather.length, hidden.shape[1], gather.group.index
         weights: Sequence[Any] = operands[::2]
         layers = [each for each, done in zip(_pairs(operands), gather.computed, strict=True) if done]
@@ -216,7 +216,7 @@ class _GatherAndMultiply(torch.autograd.Function):
         return of_hidden, None, *of_operands
 
 
-def _start_regather(hidden: torch.Tensor, gather: _Gather, gradients: Sequence[torch.Tensor | None]) -> Any:
+def _start_regather(hidden: torch.Tensor, gather: _Settings, gradients: Sequence[torch.Tensor | None]) -> Any:
     """Starts to gather the input of a region again. If the result is to be differentiated, it is complete at return."""
     if torch.is_grad_enabled():
         return gather_from_group(hidden, gather.backend, gather.group, 1, grad="reduce_scatter").to(gather.dtype)

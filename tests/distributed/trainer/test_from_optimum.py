@@ -80,9 +80,9 @@ def test_what_contradicts_or_has_no_effect_is_refused(tmp_path, monkeypatch):
     made = arguments(tmp_path, stochastic_rounding_enabled=False)
     environ = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}
     with pytest.raises(ConfigurationError, match="contradict"):
-        made._settle_rounding(environ)
+        made._set_rounding_variable(environ)
     environ.clear()
-    made._settle_rounding(environ)
+    made._set_rounding_variable(environ)
     assert environ == {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
 
 

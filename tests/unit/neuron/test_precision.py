@@ -7,13 +7,13 @@ import warnings
 import pytest
 
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.neuron.precision import lost_updates, settle_precision
+from neuron_accel.neuron.precision import lost_updates, set_precision_flags
 
 
 def settled(environ, mixed_precision="bf16", neuron=True):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        settle_precision(environ, mixed_precision=mixed_precision, compiles_for_neuron=neuron)
+        set_precision_flags(environ, mixed_precision=mixed_precision, compiles_for_neuron=neuron)
     return environ
 
 
@@ -35,7 +35,7 @@ def test_a_cast_of_its_own_contradicts_autocast():
 @pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
 def test_legacy_variables_are_named_with_what_to_use(name):
     with pytest.warns(FutureWarning, match=rf"{name} .*mixed_precision='bf16'.*STOCHASTIC_ROUNDING_EN=1"):
-        settle_precision({name: "1"}, mixed_precision="no", compiles_for_neuron=False)
+        set_precision_flags({name: "1"}, mixed_precision="no", compiles_for_neuron=False)
     settled({name: "0"}, "no")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from neuron_accel.neuron.profiling import profiling_problem, settle_profiling
+from neuron_accel.neuron.profiling import profiling_problem, set_profiling_variables
 
 
 def test_variables_are_set_where_the_caller_has_not():
     environ = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "session"}
-    settle_profiling(environ, "profiles")
+    set_profiling_variables(environ, "profiles")
     assert environ == {
         "NEURON_RT_INSPECT_ENABLE": "1",
         "NEURON_RT_INSPECT_DEVICE_PROFILE": "session",

@@ -82,7 +82,7 @@ def test_updates_as_in_one_process(kind):
 
 
 def test_what_looks_at_all_parameters_is_refused_in_a_pipeline():
-    with pytest.raises(RanksError, match="LBFGS uses all parameters together, but a stage has only some"):
+    with pytest.raises(RanksError, match="LBFGS uses all parameters together, but a rank has only some"):
         run_ranks(on_rank, 2, "lbfgs", PP2)
 
 
