@@ -56,13 +56,14 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-plan": {COMMANDS: ("calibrate", "plan"), NAMES: ("plan",)},
     "neuron-accel-report": {
         PLUGINS: ("run_report",),
-        COMMANDS: ("report", "trace"),
+        COMMANDS: ("bundle", "report", "trace"),
         NAMES: ("RunReportPlugin",),
     },
 }
 """What each package of this project's repository adds."""
 
 SUMMARIES = {
+    "bundle": "write what a support ticket asks for into one file",
     "calibrate": "measure this machine, so that plan predicts time on it",
     "plan": "count what a training run needs, without hardware",
     "report": "show what training runs did, as a page for a browser",

@@ -63,15 +63,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def listing() -> str:
-    """The entries of the cache that the environment names, as text.
-
-    Raises:
-        NeuronAccelError: if it cannot be read.
-    """
-    return _report(argparse.Namespace(action="list", cache_dir=None))[1]
-
-
 def _report(args: argparse.Namespace) -> tuple[Any, str]:
     place = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
     place = place.removeprefix("file://")

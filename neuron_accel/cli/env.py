@@ -10,28 +10,21 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from neuron_accel.backends.select import Machine, choose, hardware_root, neuron_flavour
-from neuron_accel.cli.bundle import SECRET, URL_CREDENTIALS, bundle
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.launch.host import count_cores, count_neuron_devices, memory_bytes
 from neuron_accel.launch.network import collect_network, format_network
 from neuron_accel.neuron.facts import FACTS, SDK
 from neuron_accel.neuron.instances import detect_instance
-from neuron_accel.terminal import format_pairs, show, table_width
+from neuron_accel.terminal import format_pairs, table_width
 
 DESCRIPTION = """\
 Show versions, hardware, the backend that would be chosen and why, environment variables that affect training,
 and the installed plugins. Values that look like secrets are left out. The exit code is 1 if no backend can be used.
-
---bundle also writes all of this to a zip file, with the installed packages, the list of the compile cache, the output
-of Neuron's tools if they are installed, and the text files named by --include: logs, a plan, the report of a run.
-Values of variables and settings that look like secrets are removed from all of them; look through the file before you
-send it.
 
 --network also checks whether this machine is set up for training on several machines: EFA devices, libfabric, network
 interfaces and limits. The exit code is 1 if a check fails.
@@ -40,7 +33,6 @@ EXAMPLES = """\
 examples:
   neuron-accel env                              print text
   neuron-accel env --json                       print JSON
-  neuron-accel env --bundle ticket.zip --include run_report --include logs    what a support ticket asks for
   srun --ntasks-per-node 1 neuron-accel env --network    check every machine of a Slurm job
   NEURON_ACCEL_BACKEND=xla neuron-accel env     the backend that this variable selects
 """
@@ -57,6 +49,13 @@ DISTRIBUTIONS = (
     "neuronx-cc",
     "libneuronxla",
 )
+SECRET = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|(^|_)P(WD|AT)$(?<!^PWD)(?<!^OLDPWD)|CREDENTIAL|(^|_)(API_?)?KEY(_|$)|AUTH|JWT|BEARER"
+    r"|COOKIE",
+    re.IGNORECASE,
+)
+"""Names of variables whose values are secret."""
+URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 RELEVANT = re.compile(
     r"^(NEURON|XLA|PJRT|ACCELERATE|OMP|MKL|TORCH|PYTORCH|TORCHELASTIC|NCCL|GLOO|FI|CCOM|CUDA)_"
     r"|^SLURM_(JOB_(ID|NUM_NODES|NODELIST|PARTITION)|ARRAY_(JOB_ID|TASK_ID)|NNODES|NTASKS|NTASKS_PER_NODE|NODEID|PROCID"
@@ -68,44 +67,19 @@ RELEVANT = re.compile(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--bundle", type=Path, metavar="FILE", help="also write a zip file for a support ticket")
-    parser.add_argument(
-        "--include",
-        type=Path,
-        metavar="PATH",
-        action="append",
-        default=[],
-        help="a file, or a folder of text files, for the bundle; may be repeated",
-    )
     parser.add_argument("--network", action="store_true", help="check the setup for training on several machines")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.include and args.bundle is None:
-        raise ConfigurationError("--include has no effect here.", where="--include", fix="name a file with --bundle")
     report = collect(os.environ)
     if args.network:
-        report["network"] = _network()
+        report["network"] = collect_network(os.environ, detect_instance(), hardware_root())
     if args.json:
         print(json.dumps(report, indent=2))
     else:
         print(format_report(report, table_width()))
-    if args.bundle is not None:
-        _write_bundle(args.bundle, {"network": _network(), **report}, args.include)
     failed = [check["name"] for check in report.get("network", ()) if check["ok"] is False]
     return 1 if failed or "error" in report["backend"] else 0
-
-
-def _network() -> list[dict[str, Any]]:
-    return collect_network(os.environ, detect_instance(), hardware_root())
-
-
-def _write_bundle(path: Path, report: Mapping[str, Any], included: Sequence[Path]) -> None:
-    from neuron_accel.checkpoint.format.files import Files
-
-    contents = bundle(report, f"{format_report(report)}\n", included, os.environ)
-    Files().replace(path, contents)
-    show(f"{path}: {len(contents) / 1e6:.1f} MB; look through it before you send it", sys.stderr)
 
 
 def collect(environment: Mapping[str, str]) -> dict[str, Any]:

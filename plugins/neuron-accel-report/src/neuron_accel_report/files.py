@@ -9,7 +9,7 @@ from pathlib import Path
 from neuron_accel.errors import ConfigurationError
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file that is either as before or complete, also if the process is killed.
 
     Raises:
@@ -17,8 +17,8 @@ def write_whole(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

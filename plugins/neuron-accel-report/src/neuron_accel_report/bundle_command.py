@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a support ticket asks for, in one file: environment, compile cache, and logs, plans and reports of runs, without
-secrets."""
+"""``neuron-accel bundle``: what a support ticket asks for, in one file without secrets."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib.metadata
 import io
-import json
 import os
 import re
 import shutil
@@ -14,10 +14,21 @@ import subprocess
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from neuron_accel.cli import cache
-from neuron_accel.errors import ConfigurationError, NeuronAccelError
+from neuron_accel.commands import main, show
+from neuron_accel.errors import ConfigurationError
+from neuron_accel_report.files import write_whole
+
+DESCRIPTION = """\
+Write a zip file for a support ticket: what `neuron-accel env --network` and `neuron-accel cache list` show, the
+installed packages, the output of Neuron's tools if they are installed, and the text files named by --include: logs, a
+plan, the report of a run. Values of variables and settings that look like secrets are removed from all of them; look
+through the file before you send it.
+"""
+EXAMPLES = """\
+examples:
+  neuron-accel bundle ticket.zip --include run_report --include logs
+"""
 
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|(^|_)P(WD|AT)$(?<!^PWD)(?<!^OLDPWD)|CREDENTIAL|(^|_)(API_?)?KEY(_|$)|AUTH|JWT|BEARER"
@@ -95,30 +106,41 @@ def _hide(match: re.Match[str]) -> str:
     return f"{match[1]}{quote}{_HIDDEN}{quote}"
 
 
-def bundle(report: Mapping[str, Any], text: str, included: Iterable[Path], environment: Mapping[str, str]) -> bytes:
-    """Returns a zip archive of the report, the compile cache's list, the outputs of Neuron's tools, the installed
-    packages, and files.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", type=Path, metavar="FILE", help="the zip file to write")
+    parser.add_argument(
+        "--include",
+        type=Path,
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="a file, or a folder of text files; may be repeated",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    redact, buffer = Redactor(os.environ), io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in contents(args.include):
+            archive.writestr(name, redact(content))
+    write_whole(args.output, buffer.getvalue())
+    show(f"{args.output}: {buffer.tell() / 1e6:.1f} MB; look through it before you send it")
+    return 0
+
+
+def contents(included: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Yields names and texts of the files of the archive.
 
     Args:
-        report: of ``neuron-accel env``.
-        text: the same as text.
         included: files, and folders whose files are taken.
-        environment: environment variables, whose secrets are removed everywhere.
 
     Raises:
         ConfigurationError: if one of ``included`` does not exist.
     """
-    redact, buffer = Redactor(environment), io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in (("env.txt", text), *_contents(report, included)):
-            archive.writestr(name, redact(content))
-    return buffer.getvalue()
-
-
-def _contents(report: Mapping[str, Any], included: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    yield "env.json", json.dumps(report, indent=2) + "\n"
+    yield "env.txt", shown("env", "--network")
+    yield "env.json", shown("env", "--network", "--json")
     yield "packages.txt", "\n".join(packages()) + "\n"
-    yield "compile_cache.txt", compile_cache() + "\n"
+    yield "compile_cache.txt", shown("cache", "list")
     for name, command in TOOLS.items():
         output = output_of(command)
         if output is not None:
@@ -127,20 +149,20 @@ def _contents(report: Mapping[str, Any], included: Iterable[Path]) -> Iterator[t
         yield from _files(path)
 
 
+def shown(*words: str) -> str:
+    """What a command prints, with its errors."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        main(words)
+    return text.getvalue()
+
+
 def packages() -> list[str]:
     """Names and versions of the installed distributions."""
     found = {
         (each.metadata["Name"] or "?", each.version) for each in importlib.metadata.distributions() if each.metadata
     }
     return [f"{name}=={version}" for name, version in sorted(found, key=lambda pair: pair[0].lower())]
-
-
-def compile_cache() -> str:
-    """The entries of the compile cache, as ``neuron-accel cache list`` shows them, or why it cannot be read."""
-    try:
-        return cache.listing()
-    except (NeuronAccelError, OSError) as error:
-        return f"cannot be read: {error}"
 
 
 def output_of(command: tuple[str, ...]) -> str | None:
