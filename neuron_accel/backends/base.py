@@ -46,6 +46,29 @@ class Backend(ABC):
 
     name: ClassVar[str]
 
+    rank: int
+    world_size: int
+    device: torch.device
+    """The device of tensors."""
+
+    is_lazy: bool = False
+    """Whether operations are recorded in a graph that :meth:`step_boundary` executes. All ranks must record the same
+    graph, unless :meth:`run_apart` was called. Views and in-place updates cost copies."""
+    reads_are_free: bool = False
+    """Whether reading a tensor's value costs nothing, so that control flow may depend on it."""
+    has_point_to_point: bool = False
+    """Whether :meth:`start_send` and :meth:`start_receive` are available."""
+    has_uneven_all_to_all: bool = False
+    """Whether :meth:`all_to_all_uneven` is available."""
+    overlaps: bool = False
+    """Whether computation between ``start_*`` and ``wait()`` overlaps with the collective."""
+    has_values: bool = True
+    """Whether tensors have memory and values. Not in a dry run, whose tensors are on the meta device."""
+    sums_integers_exactly: bool = True
+    """Whether the device sums integers and booleans exactly. On a device that sums them in float32, which is exact to
+    2**24 only, the collectives of this class send them as float32 digits or gather them, so that results are exact in
+    both cases."""
+
     imitating: bool = False
     """Whether this is inside a collective of a dry run, where operations on tensors stand for other ranks and the
     network."""
@@ -68,19 +91,7 @@ class Backend(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: rank {self.rank} of {self.world_size} on {self.device}>"
 
-    # ---- rank and device ---------------------------------------------------------------------------------------------
-    @property
-    @abstractmethod
-    def rank(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
-
+    # ---- device and capabilities -------------------------------------------------------------------------------------
     @property
     def timeout(self) -> timedelta:
         """The time that a collective may take."""
@@ -92,45 +103,6 @@ class Backend(ABC):
         from neuron_accel.backends.randomness import DeviceGenerator
 
         return DeviceGenerator(self.device)
-
-    # ---- capabilities ------------------------------------------------------------------------------------------------
-    @property
-    def is_lazy(self) -> bool:
-        """Whether operations are recorded in a graph that :meth:`step_boundary` executes. All ranks must record the
-        same graph, unless :meth:`run_apart` was called. Views and in-place updates cost copies."""
-        return False
-
-    @property
-    def reads_are_free(self) -> bool:
-        """Whether reading a tensor's value costs nothing, so that control flow may depend on it."""
-        return False
-
-    @property
-    def has_point_to_point(self) -> bool:
-        """Whether :meth:`start_send` and :meth:`start_receive` are available."""
-        return False
-
-    @property
-    def has_uneven_all_to_all(self) -> bool:
-        """Whether :meth:`all_to_all_uneven` is available."""
-        return False
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether computation between ``start_*`` and ``wait()`` overlaps with the collective."""
-        return False
-
-    @property
-    def has_values(self) -> bool:
-        """Whether tensors have memory and values. Not in a dry run, whose tensors are on the meta device."""
-        return True
-
-    @property
-    def sums_integers_exactly(self) -> bool:
-        """Whether the device sums integers and booleans exactly. On a device that sums them in float32, which is exact
-        to 2**24 only, the collectives of this class send them as float32 digits or gather them, so that results are
-        exact in both cases."""
-        return True
 
     @property
     def capabilities(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
-from neuron_accel.backends.failures import reported
+from neuron_accel.backends.group import reported
 
 
 class Board(ABC):

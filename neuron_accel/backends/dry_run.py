@@ -48,38 +48,16 @@ class DryRunBackend(Backend):
     """
 
     name: ClassVar[str] = "dryrun"
+    device = torch.device("meta")
+    overlaps = has_point_to_point = True
+    has_values = False
 
     def __init__(self, *, world_size: int, rank: int = 0) -> None:
         super().__init__()
-        self._world_size, self._rank = world_size, rank
+        self.world_size, self.rank = world_size, rank
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DryRunBackend:
         return self  # copies of a model communicate in the same groups
-
-    # ---- rank and device ---------------------------------------------------------------------------------------------
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("meta")
-
-    @property
-    def overlaps(self) -> bool:
-        return True
-
-    @property
-    def has_values(self) -> bool:
-        return False
-
-    @property
-    def has_point_to_point(self) -> bool:
-        return True
 
     @property
     def missing(self) -> Mapping[str, str]:

@@ -15,33 +15,8 @@ from neuron_accel.errors import LayoutError
 
 ReduceOp = Literal["sum", "max", "min"]
 
-# dtypes that gloo supports; others are sent as bytes
-_CARRIED = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-}
-
 _BLOCK = 1 << 16
 """Number of elements processed at a time, so that the intermediate results stay in the CPU's cache."""
-
-
-class Flat:
-    """A flat, contiguous buffer of a tensor, for a collective.
-
-    Args:
-        tensor: the tensor. It is copied if it is not contiguous, so an output must be contiguous.
-        as_bytes: whether dtypes that gloo does not support are viewed as bytes.
-    """
-
-    def __init__(self, tensor: torch.Tensor, as_bytes: bool) -> None:
-        flat = tensor.contiguous().view(-1)
-        self.buffer = flat.view(torch.uint8) if as_bytes and flat.dtype not in _CARRIED else flat
 
 
 def normalize_dim(dim: int, tensor: torch.Tensor) -> int:

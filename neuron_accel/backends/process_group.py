@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from neuron_accel.backends.failures import reported
+from neuron_accel.backends.group import reported
 from neuron_accel.doors import TRANSPORTS, entry_points
 from neuron_accel.errors import ConfigurationError, UsageError
 

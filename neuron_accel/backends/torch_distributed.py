@@ -32,10 +32,8 @@ from neuron_accel.backends import payload, process_group
 from neuron_accel.backends.base import OUTSIDE_GRAPHS, Backend
 from neuron_accel.backends.board import Board, StoreBoard
 from neuron_accel.backends.events import UNOBSERVED, Collective, Unobserved
-from neuron_accel.backends.failures import reported
-from neuron_accel.backends.group import Done, Group, Pending
+from neuron_accel.backends.group import Done, Group, Pending, reported
 from neuron_accel.backends.movement import (
-    Flat,
     ReduceOp,
     is_inexact,
     join_chunks,
@@ -47,6 +45,17 @@ from neuron_accel.backends.movement import (
 from neuron_accel.errors import UsageError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# dtypes that gloo supports; others are sent as bytes
+_CARRIED = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
 # dtypes that gloo sums itself; all others are reduced locally by torch
 _GLOO_SUMS = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
@@ -63,6 +72,7 @@ class TorchBackend(Backend):
     """
 
     name: ClassVar[str] = "torch"
+    overlaps = True
 
     def __init__(
         self,
@@ -73,19 +83,22 @@ class TorchBackend(Backend):
         library: str = "gloo",
     ) -> None:
         super().__init__()
-        self._device = device
+        self.device, self._on_cpu = device, device.type == "cpu"
         self._owns_default_group = owns_default_group
         self._timeout = timeout
         connected = dist.is_initialized()
-        self._rank = dist.get_rank() if connected else 0
-        self._world_size = dist.get_world_size() if connected else 1
+        self.rank = dist.get_rank() if connected else 0
+        self.world_size = dist.get_world_size() if connected else 1
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._hosts: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._library = library
         self._closed = False
         if connected:
             atexit.register(self.shutdown)
+        # The native Neuron device documents equal splits and no sums of integers, which its compiler may reject.
         known = device.type in ("cpu", "cuda")
+        self.reads_are_free = self._on_cpu
+        self.has_point_to_point = self.has_uneven_all_to_all = self.sums_integers_exactly = known
         self._why_no_point_to_point = None if known else "whether ranks can send to each other was not tried"
 
     @classmethod
@@ -117,10 +130,11 @@ class TorchBackend(Backend):
         """
         place, owns = process_group.join(device or "cpu", timeout, library)
         backend = cls(place, owns_default_group=owns or adopts, timeout=timeout, library=library)
-        if not backend._point_to_point and backend.world_size > 1 and tries_sending:
+        if not backend.has_point_to_point and backend.world_size > 1 and tries_sending:
             world = backend.new_group([range(backend.world_size)], "world")
             hosts = backend._host(world)
-            backend._why_no_point_to_point = process_group.probe_point_to_point(place, hosts, timeout)
+            backend._why_no_point_to_point = why = process_group.probe_point_to_point(place, hosts, timeout)
+            backend.has_point_to_point = why is None
         return backend
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,48 +149,6 @@ class TorchBackend(Backend):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchBackend:
         return self  # copies of a model communicate in the same groups
-
-    # ---- rank and device ---------------------------------------------------------------------------------------------
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def reads_are_free(self) -> bool:
-        return self._on_cpu
-
-    @property
-    def has_point_to_point(self) -> bool:
-        return self._point_to_point
-
-    @property
-    def has_uneven_all_to_all(self) -> bool:
-        return self._device.type in ("cpu", "cuda")  # the native Neuron device documents equal splits
-
-    @property
-    def overlaps(self) -> bool:
-        return True
-
-    @property
-    def sums_integers_exactly(self) -> bool:
-        # As its documentation says, the native Neuron device has no sums of integers, and its compiler may reject them.
-        return self._device.type in ("cpu", "cuda")
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self._device.type == "cpu"
-
-    @property
-    def _point_to_point(self) -> bool:
-        return self._why_no_point_to_point is None
 
     @property
     def missing(self) -> Mapping[str, str]:
@@ -409,7 +381,7 @@ class TorchBackend(Backend):
             return Done(tensor)
         tensor = tensor.detach()
         source = (group.index - shift) % group.size
-        if not self._point_to_point and not _on_host(tensor):
+        if not self.has_point_to_point and not _on_host(tensor):
             sent = (group.size - 1) * _bytes(tensor)
             return self._start_gather(tensor, group, "permute", sent, lambda rows: rows[source].clone())
         result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -486,8 +458,8 @@ class TorchBackend(Backend):
         if self._on_cpu:
             return None
         try:
-            used = torch.accelerator.memory_allocated(self._device)
-            return used, torch.accelerator.max_memory_allocated(self._device)
+            used = torch.accelerator.memory_allocated(self.device)
+            return used, torch.accelerator.max_memory_allocated(self.device)
         except (AttributeError, NotImplementedError, RuntimeError):  # the device's allocator does not count
             return None
 
@@ -667,7 +639,10 @@ def _on_host(tensor: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return Flat(tensor, _on_host(tensor)).buffer
+    """Returns a flat buffer of a tensor's elements, in bytes if gloo does not have their dtype. It is a copy if the
+    tensor is not contiguous, so what receives must be."""
+    flat = tensor.contiguous().view(-1)
+    return flat.view(torch.uint8) if _on_host(tensor) and flat.dtype not in _CARRIED else flat
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -70,6 +70,8 @@ class XlaBackend(Backend):
     """
 
     name: ClassVar[str] = "xla"
+    is_lazy = True
+    sums_integers_exactly = False  # the CPU does, but graphs must be those of the device
 
     def __init__(self, channel: HostChannel) -> None:
         import torch_xla
@@ -77,15 +79,15 @@ class XlaBackend(Backend):
 
         super().__init__()
         self._channel = channel
-        self._device = torch_xla.device()
-        self._rank, self._world_size = xr.global_ordinal(), xr.world_size()
+        self.device = torch_xla.device()
+        self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._indices: dict[tuple[tuple[tuple[int, ...], ...], int], torch.Tensor] = {}
         self._ring_problem: Callable[[Sequence[tuple[int, int]]], str | None] | None = None
         self._later: list[Callable[[], None]] = []
-        self._alike = tuple(range(self._world_size))  # the ranks that execute the same graphs as this one
+        self._alike = tuple(range(self.world_size))  # the ranks that execute the same graphs as this one
         self._recorder = GraphRecorder.of_environment(
-            self._rank, self._device, channel.exchange_graphs(), channel.scanning()
+            self.rank, self.device, channel.exchange_graphs(), channel.scanning()
         )
 
     @classmethod
@@ -120,30 +122,9 @@ class XlaBackend(Backend):
             )
         return cls(ProcessChannel(timeout))
 
-    # ---- rank and device ---------------------------------------------------------------------------------------------
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     @property
     def generator(self) -> XlaGenerator:
-        return XlaGenerator(self._device)
-
-    @property
-    def is_lazy(self) -> bool:
-        return True
-
-    @property
-    def sums_integers_exactly(self) -> bool:
-        return False  # the CPU does, but graphs must be those of the device
+        return XlaGenerator(self.device)
 
     # ---- groups ------------------------------------------------------------------------------------------------------
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
@@ -166,7 +147,7 @@ class XlaBackend(Backend):
         otherwise graphs of some ranks would have fewer inputs."""
         key = (group.partition, before % group.size)
         if key not in self._indices:
-            self._indices[key] = torch.tensor([(group.index - before) % group.size]).to(self._device)
+            self._indices[key] = torch.tensor([(group.index - before) % group.size]).to(self.device)
         return self._indices[key]
 
     def limit_rings(self, problem: Callable[[Sequence[tuple[int, int]]], str | None]) -> None:
@@ -176,7 +157,7 @@ class XlaBackend(Backend):
         """See :meth:`Backend.number`. With ``Tensor.to``, 0 and 1 would become constants of the graph."""
         import torch_xla.core.xla_model as xm
 
-        return xm.send_cpu_data_to_device([torch.tensor(value, dtype=torch.float32)], self._device)[0]
+        return xm.send_cpu_data_to_device([torch.tensor(value, dtype=torch.float32)], self.device)[0]
 
     # ---- collectives on tensors --------------------------------------------------------------------------------------
     def start_all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp = "sum") -> Pending:
@@ -287,14 +268,14 @@ class XlaBackend(Backend):
         if self._ring_problem is not None and self._ring_problem(pairs):
             rows = self.all_gather(tensor.unsqueeze(0), group)
             return rows.index_select(0, self._index(group, before=shift)).squeeze(0)
-        if len(self._alike) < self._world_size and set(self._alike).issuperset(group.ranks):
+        if len(self._alike) < self.world_size and set(self._alike).issuperset(group.ranks):
             raise UsageError(
                 f"A permutation within {group.name!r} is not possible while other ranks run another computation.",
                 where="backend 'xla', on one stage of a pipeline",
                 why="it is one collective of all ranks, and ranks of other stages do not take part in it",
                 fix="use a collective of the group (all_to_all, all_gather), or no pipeline",
             )
-        everyone = tuple(range(self._world_size))
+        everyone = tuple(range(self.world_size))
         with self._between(tensor, group, everyone) as tensor, self._added("permute", group, _bytes(tensor), tensor):
             return self._collectives(tensor).collective_permute(tensor, [list(pair) for pair in pairs])
 
@@ -443,7 +424,7 @@ class XlaBackend(Backend):
         import torch_xla.core.xla_model as xm
 
         try:
-            found = xm.get_memory_info(self._device)
+            found = xm.get_memory_info(self.device)
             return int(found["bytes_used"]), int(found["peak_bytes_used"])
         except (KeyError, RuntimeError):  # such as the CPU
             return None

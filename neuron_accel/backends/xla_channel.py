@@ -19,7 +19,7 @@ from typing import Any
 
 from neuron_accel.backends import payload
 from neuron_accel.backends.board import Board, LocalBoard, StoreBoard
-from neuron_accel.backends.group import Group
+from neuron_accel.backends.group import Group, reported
 from neuron_accel.errors import CommunicationError
 
 COMPILE_TIMEOUT_S = 300.0
@@ -129,21 +129,15 @@ class ProcessChannel(HostChannel):
         return _HostGroup(lambda: dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timeout))
 
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
-        from neuron_accel.backends.failures import reported
-
         with reported("all_gather_object", f"group {group.name!r} of ranks {list(group.ranks)}"):
             return group.handle.all_gather_object(value)
 
     def broadcast_object(self, value: Any, group: Group, source: int) -> Any:
-        from neuron_accel.backends.failures import reported
-
         with reported("broadcast_object", f"group {group.name!r} of ranks {list(group.ranks)}"):
             return group.handle.broadcast_object(value, source)
 
     def barrier(self) -> None:
         import torch.distributed as dist
-
-        from neuron_accel.backends.failures import reported
 
         with reported("barrier", "all ranks"):
             dist.barrier(group=self._world)

@@ -88,7 +88,7 @@ def _without_harness(text: str) -> str:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    from neuron_accel.backends.failures import is_communication_failure
+    from neuron_accel.backends.group import is_communication_failure
 
     lost_peer = isinstance(error, RuntimeError) and is_communication_failure(error)
     return lost_peer or isinstance(error, (CommunicationError, RankTimeout))

@@ -14,8 +14,9 @@ def as_predicted() -> Iterator[None]:
     from neuron_accel.backends.torch_distributed import TorchBackend
 
     flags = [f"neuron_accel.engine.optim.{module}.exchanges_flags" for module in ("buckets", "reducer")]
+    expensive = property(lambda backend: False, lambda backend, value: None)
     with (
-        mock.patch.object(TorchBackend, "reads_are_free", False),
+        mock.patch.object(TorchBackend, "reads_are_free", expensive),
         mock.patch(flags[0], return_value=False),
         mock.patch(flags[1], return_value=False),
     ):

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_accel.backends import payload
-from neuron_accel.backends.failures import is_communication_failure, reported
+from neuron_accel.backends.group import is_communication_failure, reported
 from neuron_accel.backends.movement import (
-    Flat,
     from_digits,
     join_chunks,
     normalize_dim,
@@ -19,6 +18,7 @@ from neuron_accel.backends.movement import (
     sum_rows_into,
     to_digits,
 )
+from neuron_accel.backends.torch_distributed import _flat
 from neuron_accel.errors import CommunicationError, LayoutError
 
 EVERY_DTYPE = [
@@ -106,10 +106,10 @@ def test_max_and_min_propagate_nan_and_accept_booleans():
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
 def test_flat_buffers_share_memory_and_are_contiguous(dtype):
     tensor = torch.arange(6).view(2, 3).to(dtype)
-    buffer = Flat(tensor, as_bytes=True).buffer
+    buffer = _flat(tensor)
     assert buffer.dim() == 1
     assert buffer.data_ptr() == tensor.data_ptr()
-    strided = Flat(torch.arange(12).to(dtype)[::2], as_bytes=True).buffer
+    strided = _flat(torch.arange(12).to(dtype)[::2])
     assert strided.is_contiguous()
     assert torch.equal(strided.view(dtype).view(torch.uint8), torch.arange(0, 12, 2).to(dtype).view(torch.uint8))
 
