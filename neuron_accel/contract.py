@@ -45,7 +45,7 @@ from neuron_accel.engine.plan.plugin import (
 from neuron_accel.engine.plan.registry import import_object
 
 # the state of a run
-from neuron_accel.engine.runtime.buffers import BufferBroadcast
+from neuron_accel.engine.runtime.tensors import BufferBroadcast
 from neuron_accel.engine.runtime.forward import wrap_forward
 from neuron_accel.engine.runtime.join import Join
 from neuron_accel.engine.runtime.run import PreparedModel, Run

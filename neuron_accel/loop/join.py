@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.data_loader import DataLoaderDispatcher
 
-from neuron_accel.engine.runtime.buffers import buffers_by_axes
-from neuron_accel.engine.runtime.tensors import broadcast_tensors, state_tensors
+from neuron_accel.engine.runtime.tensors import broadcast_tensors, buffers_by_axes, state_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +37,8 @@ def join_uneven_inputs(run: Run) -> Iterator[None]:
 
 def _by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[torch.Tensor]]:
     """The parameters and buffers of a model, by the gradient axes over which they are replicated."""
-    result = buffers_by_axes(model, run)
+    named = dict(model.module.named_buffers())
+    result = {axes: [named[name] for name in names] for axes, names in buffers_by_axes(model, run).items()}
     for tensor in state_tensors(model.module):
         record = model.parameters.find(tensor)
         if record is not None and record.weights is None:  # of those, each rank keeps its own elements

@@ -133,7 +133,7 @@ class Mesh:
         """Returns the degree of ``axis``; 1 if the mesh has no axis of that name."""
         return next((a.degree for a in self.axes if a.name == axis), 1)
 
-    @property
+    @cached_property
     def axis_names(self) -> tuple[str, ...]:
         """Names of all axes, also those of one rank, outer to inner."""
         return tuple(axis.name for axis in self.axes)
@@ -142,13 +142,13 @@ class Mesh:
         """Returns the names of the axes of these kinds that have more than one rank, outer to inner."""
         return tuple(axis.name for axis in self.axes if axis.kind in kinds and axis.degree > 1)
 
-    @property
+    @cached_property
     def data_axes(self) -> tuple[str, ...]:
         """Axes along which ranks process different samples. Their size determines loaders, schedulers and gathered
         metrics."""
         return self.names(AxisKind.REPLICA, AxisKind.DATA)
 
-    @property
+    @cached_property
     def replica_axes(self) -> tuple[str, ...]:
         """Axes whose ranks have separate parameters."""
         return self.names(AxisKind.REPLICA)
@@ -173,13 +173,13 @@ class Mesh:
             number = number * self.degree(axis) + at.get(axis, 0)
         return number
 
-    @property
+    @cached_property
     def gradient_axes(self) -> tuple[str, ...]:
         """Axes over which gradients are averaged: those of other samples or positions. The gradient of a parameter that
         is sharded along one of them is summed over the others only (:meth:`ParameterRecord.reduction_axes`)."""
         return self.names(AxisKind.DATA, AxisKind.SEQUENCE)
 
-    @property
+    @cached_property
     def model_axes(self) -> tuple[str, ...]:
         """Axes whose ranks hold different shards of the model."""
         return self.names(AxisKind.STAGE, AxisKind.MODEL)

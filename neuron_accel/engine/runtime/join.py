@@ -152,6 +152,8 @@ class Join:
     def position_of_leader(self, axes: Sequence[str]) -> int:
         """Returns the position, in the group along some of the gradient axes, of the rank with the leader's coordinates
         along these axes."""
+        if not self.leader:  # the first of all is the first along some axes, too
+            return 0
         run = self._run
         group, everyone = run.group(*axes), run.group(*run.mesh.gradient_axes)
         leader = run.mesh.coordinates(everyone.ranks[self.leader])

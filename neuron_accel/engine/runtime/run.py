@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from neuron_accel.backends.events import Events
     from neuron_accel.backends.group import Group
     from neuron_accel.engine.plan.hardware import Hardware
+    from neuron_accel.engine.plan.mesh import Mesh
     from neuron_accel.engine.plan.plan import Plan
     from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
 
@@ -211,6 +213,10 @@ class Run:
     """Whether the run only collects graphs, and every value is zero."""
     has_trackers: Callable[[], bool] = lambda: False
     """Returns whether this rank has trackers, so that figures need not be made where :attr:`log` does nothing."""
+    mesh: Mesh = field(init=False)
+    device: torch.device = field(init=False)
+    events: Events = field(init=False)
+    """What happens: parts of a step, hooks of plugins, collectives. Plugins observe events, and have their own."""
     hooks: BoundHooks = field(init=False)
     """The plugins' hooks, called by the code that drives the run."""
     join: Join = field(init=False)
@@ -227,11 +233,13 @@ class Run:
 
     _optimizers: list[weakref.ref[Any]] = field(default_factory=list, init=False)
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    _requested: dict[tuple[str, ...], Group] = field(default_factory=dict, init=False)  # the same, by axes in any order
     _state: dict[str, dict[str, Any]] = field(default_factory=dict)
     _randomness: dict[str, RankRandomness] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hooks = BoundHooks(self.plan, self.backend.events)
+        self.mesh, self.device, self.events = self.plan.mesh, self.backend.device, self.backend.events
+        self.hooks = BoundHooks(self.plan, self.events)
         self.join, self.shared_inputs = Join(self), SharedInputs(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -246,20 +254,7 @@ class Run:
         models = ", ".join(type(model.original).__name__ for model in self.models) or "none"
         return f"<{type(self).__name__}: {self.plan!r}; {self.backend!r}; models: {models}>"
 
-    @property
-    def events(self) -> Events:
-        """What happens: parts of a step, hooks of plugins, collectives. Plugins observe events, and have their own."""
-        return self.backend.events
-
-    @property
-    def mesh(self):
-        return self.plan.mesh
-
-    @property
-    def device(self) -> torch.device:
-        return self.backend.device
-
-    @property
+    @cached_property
     def coordinates(self) -> dict[str, int]:
         """Index of this rank along each axis, by the axis' name."""
         return self.mesh.coordinates(self.backend.rank)
@@ -271,6 +266,8 @@ class Run:
         Raises:
             UsageError: if the mesh has no axis of that name.
         """
+        if (known := self._requested.get(axes)) is not None:
+            return known
         for axis in axes:
             if axis not in self.mesh.axis_names:
                 raise UsageError(
@@ -281,6 +278,7 @@ class Run:
         key = tuple(axis.name for axis in self.mesh.axes if axis.name in axes and axis.degree > 1)
         if key not in self._groups:
             self._groups[key] = self.backend.new_group(self.mesh.groups(*key), " x ".join(key) or "self")
+        self._requested[axes] = self._groups[key]
         return self._groups[key]
 
     def set_known_groups(self, other: Run) -> None:
@@ -317,8 +315,11 @@ class Run:
 
     def owner(self, claim: Claim) -> StrategyPlugin | None:
         """Returns the plugin that owns a responsibility, or None."""
-        name = self.plan.owners.get(claim)
-        return None if name is None else self.plan.plugin(name)
+        return self._owners.get(claim)
+
+    @cached_property
+    def _owners(self) -> dict[Claim, StrategyPlugin]:
+        return {claim: self.plan.plugin(name) for claim, name in self.plan.owners.items()}
 
     def state(self, plugin: StrategyPlugin) -> dict[str, Any]:
         """Returns the dict for the run-time state of one plugin."""
@@ -349,7 +350,10 @@ class Run:
     def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None:
         """Returns the record of a parameter of a prepared model, or of one that only an optimizer holds; None for any
         other."""
-        return next((r for r in (each.find(parameter) for each in self.parameter_maps) if r is not None), None)
+        for parameters in self.parameter_maps:
+            if (record := parameters.find(parameter)) is not None:
+                return record
+        return None
 
     @property
     def parameter_maps(self) -> list[ParameterMap]:

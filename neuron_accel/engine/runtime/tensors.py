@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on tensors of several ranks: gathering full tensors, broadcasting weights, moving a model to its
-device."""
+"""Operations on tensors of several ranks: gathering full tensors, broadcasting weights and buffers, moving a model to
+its device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
     from neuron_accel.backends.group import Group
-    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.sharding.layout import Layout
     from neuron_accel.engine.sharding.parameters import ParameterMap
 
@@ -78,6 +78,88 @@ def state_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor) and value.device.type != "meta":
             seen.setdefault(value)
     return list(seen)
+
+
+# ---- Buffers that training changes (running statistics), on ranks that process different samples ---------------------
+# The forward passes of each rank change its own buffers. As in DistributedDataParallel, those of the first rank are
+# broadcast, so that all ranks evaluate, copy or save the same values after a step.
+class BufferBroadcast:
+    """Broadcasts the persistent buffers of one model from the first rank, or from the first that still has data.
+
+    A strategy whose ranks process different samples creates one in ``transform_model``, in phase ``GRADIENTS`` or
+    later, and calls :meth:`after_step` from its hook of that name. Nothing is sent for a model without buffers, or if
+    no training forward has run since the last broadcast. All methods are collective.
+
+    Args:
+        model: the model, after all rewrites.
+        run: the run.
+    """
+
+    def __init__(self, model: PreparedModel, run: Run) -> None:
+        self._model, self._run = model, run
+        self._is_stale = False
+        self._action = run.join.register("the broadcast of buffers", self._send)
+        self._names = dict(model.module.named_buffers()).keys()
+        self._by_axes = buffers_by_axes(model, run)
+
+        def notice(
+            module: nn.Module, _inputs: Any
+        ) -> None:  # a function, not a method: a copied model copies its hooks
+            if module is model.module and module.training and torch.is_grad_enabled():
+                self._is_stale = True
+
+        self._handle = model.module.register_forward_pre_hook(notice) if self._by_axes else None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._model!r}>"
+
+    def after_step(self) -> None:
+        """Must be called after an optimizer step. Broadcasts the buffers, if a training forward may have changed
+        them."""
+        if self._is_stale and not self._run.join.is_through:
+            self._action()
+            self._send()
+
+    def close(self) -> None:
+        """Removes the forward hook."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _send(self) -> None:
+        self._is_stale, buffers = False, dict(self._model.module.named_buffers())
+        if buffers.keys() != self._names:  # a module has got one, or lost one
+            self._names, self._by_axes = buffers.keys(), buffers_by_axes(self._model, self._run)
+        for axes, names in self._by_axes.items():
+            group, source = self._run.group(*axes), self._run.join.position_of_leader(axes)
+            broadcast_tensors([buffers[name] for name in names], self._run, group, source)
+
+
+def buffers_by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[str]]:
+    """Returns the names of the persistent buffers of a model, each once, by the gradient axes along which ranks hold
+    the same modules.
+
+    A buffer belongs to the closest module around it that has parameters. If all of these are sharded along an axis of
+    samples (experts over data-parallel ranks), ranks along that axis hold other modules, with buffers of their own.
+    """
+    result: dict[tuple[str, ...], list[str]] = {}
+    saved = model.module.state_dict(keep_vars=True)
+    for name, buffer in model.module.named_buffers():
+        if name in saved and buffer.device.type != "meta":
+            result.setdefault(_axes_of(name, model, run), []).append(name)
+    return {axes: names for axes, names in result.items() if axes}
+
+
+def _axes_of(name: str, model: PreparedModel, run: Run) -> tuple[str, ...]:
+    owner = name.rpartition(".")[0]
+    while True:
+        records = [model.parameters.find(p) for p in model.module.get_submodule(owner).parameters()]
+        if records or not owner:
+            break
+        owner = owner.rpartition(".")[0]
+    shared: set[str] = set(run.mesh.gradient_axes) if not records else set()
+    for record in records:
+        shared |= set(run.mesh.gradient_axes if record is None else record.reduction_axes(run.mesh))
+    return tuple(axis for axis in run.mesh.gradient_axes if axis in shared)
 
 
 # ---- Moving a model to its device ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from neuron_accel.errors import LayoutError
@@ -162,12 +163,12 @@ class Layout:
         """Returns the layout of a replicated tensor."""
         return cls(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Axes along which ranks hold different shards."""
         return tuple(cut.axis for cut in self.cuts if cut.parts > 1)
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of a shard, the same on every rank."""
         shape = list(self.shape)
@@ -175,13 +176,13 @@ class Layout:
             shape[cut.dim] = cut.local_size
         return tuple(shape)
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Number of ranks along :attr:`axes` that hold each element: what a sum over these axes counts it. Along other
         axes, also those of a cut whose ranks all hold the same shard, every rank holds it."""
         return math.prod(cut.replicas for cut in self.cuts if cut.parts > 1)
 
-    @property
+    @cached_property
     def padded(self) -> bool:
         """Whether the shard of a rank has elements that are not in the global tensor."""
         return any(cut.local_size * cut.parts != cut.size for cut in self.cuts)

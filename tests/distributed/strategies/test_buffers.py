@@ -17,7 +17,8 @@ STEPS, ROWS = 3, 4
 
 
 class Normed(nn.Module):
-    """Statistics of whatever is seen, a counter, and a buffer that no state dict has."""
+    """Statistics of whatever is seen, a counter that is assigned, a sum that is made when it is first needed, and a
+    buffer that no state dict has."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +28,10 @@ class Normed(nn.Module):
 
     def forward(self, x):
         if self.training:
-            self.rows += x.shape[0]
+            self.rows = self.rows + x.shape[0]
+            if not hasattr(self, "late"):
+                self.register_buffer("late", torch.zeros((), device=x.device))
+            self.late += x.sum().detach()
             self.own += x.mean().detach()
         return self.last(torch.tanh(self.norm(self.first(x))))
 
@@ -96,7 +100,7 @@ def assert_those_of_the_first_rank(results, accumulation=1, biased=False):
         logits, buffers = results[0][0], buffers | {"norm.running_var": results[0][1]["norm.running_var"]}
     for rank, (found, own) in enumerate(results):
         torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
-        for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "rows"):
+        for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "rows", "late"):
             torch.testing.assert_close(own[name], buffers[name], rtol=1e-4, atol=1e-5, msg=f"rank {rank}: {name}")
     assert not torch.equal(results[0][1]["own"], results[1][1]["own"])
 

@@ -185,7 +185,7 @@ def shard_experts(module: nn.Module, parameters: ParameterMap, run: Run) -> None
             parameters.set_layout(record.fqn, replace(record.layout, cuts=(*record.layout.cuts, cut)))
             shard = replace(Layout.of(parameter), cuts=(cut,)).shard(parameter.detach(), run.coordinates)
             holder.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-    module.num_experts = experts // degree
+    module.num_experts = experts // degree  # type: ignore[assignment]  # torch: Tensor | Module
 
 
 def dispatchers_of(run: Run, model: nn.Module) -> list[Dispatcher]:
