@@ -27,7 +27,8 @@ from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.optim.elementwise import needs_closure, why_not_elementwise
 from neuron_accel.engine.optim.norms import GradientPart, clip_by_norm, clip_by_value, global_norm, gradient_parts
 from neuron_accel.engine.optim.reducer import GradientReducer
-from neuron_accel.engine.optim.twin import ReplicaState, ShardedState, take_weights, twin
+from neuron_accel.engine.optim.state import ReplicaState, ShardedState, take_weights
+from neuron_accel.engine.optim.twin import twin
 
 # the plugin interface and the plan
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
@@ -45,10 +46,10 @@ from neuron_accel.engine.plan.plugin import (
 from neuron_accel.engine.plan.registry import import_object
 
 # the state of a run
-from neuron_accel.engine.runtime.tensors import BufferBroadcast
 from neuron_accel.engine.runtime.forward import wrap_forward
 from neuron_accel.engine.runtime.join import Join
 from neuron_accel.engine.runtime.run import PreparedModel, Run
+from neuron_accel.engine.runtime.tensors import BufferBroadcast
 
 # how the parameters of the original model are sharded on this rank
 from neuron_accel.engine.sharding.layout import Cut, Layout

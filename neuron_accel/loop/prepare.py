@@ -19,11 +19,12 @@ from torch import nn
 from neuron_accel.checkpoint.state.training import random_state, set_random_state
 from neuron_accel.data.shared import sharing_group
 from neuron_accel.engine.optim.full_parameter import full_parameter_step
+from neuron_accel.engine.optim.state import rebind
 from neuron_accel.engine.optim.twin import StandIn, build_deferred, translate
 from neuron_accel.engine.plan.plugin import Phase
 from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
 from neuron_accel.engine.runtime.tensors import broadcast_tensors, place, state_tensors
-from neuron_accel.engine.sharding.parameters import ParameterMap, rebind
+from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.errors import UsageError
 from neuron_accel.lazy.filling import give_memory, origin_of, read_rest
 from neuron_accel.loop.gradient_checkpointing import recompute_layers

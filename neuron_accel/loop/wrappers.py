@@ -15,7 +15,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from neuron_accel.engine.optim.held import each_optimizer
+from neuron_accel.engine.optim.state import each_optimizer
 from neuron_accel.errors import ParameterError, UsageError
 from neuron_accel.loop.lazy_step import LazyStep
 

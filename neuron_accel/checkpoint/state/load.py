@@ -46,7 +46,7 @@ from neuron_accel.errors import CheckpointError, did_you_mean
 from neuron_accel.storage import Location, RemotePath
 
 if TYPE_CHECKING:
-    from neuron_accel.engine.optim.twin import StatePiece
+    from neuron_accel.engine.optim.state import StatePiece
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 

@@ -28,7 +28,7 @@ from neuron_accel.checkpoint.state.training import (
     set_rank_buffers,
     state_for,
 )
-from neuron_accel.engine.optim.twin import ReplicaState, ShardedState
+from neuron_accel.engine.optim.state import ReplicaState, ShardedState
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError, NeuronAccelError
 

@@ -21,7 +21,7 @@ from neuron_accel.checkpoint.format.tensorfile import (
     plugin_collection,
     state_collection,
 )
-from neuron_accel.engine.optim.twin import HasStatePieces, ShardedState, StatePiece
+from neuron_accel.engine.optim.state import HasStatePieces, ShardedState, StatePiece
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout

@@ -25,7 +25,7 @@ from neuron_accel.checkpoint.state.snapshot import (
     items_of_optimizer,
     items_of_plugin,
 )
-from neuron_accel.engine.optim.twin import ReplicaState, ShardedState
+from neuron_accel.engine.optim.state import ReplicaState, ShardedState
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.restart import RUN
 from neuron_accel.engine.runtime.run import agreed

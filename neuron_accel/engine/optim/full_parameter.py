@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure
-from neuron_accel.engine.optim.held import state_of
 from neuron_accel.engine.optim.own_methods import OwnMethods
-from neuron_accel.engine.optim.twin import StandIn, StatePiece, copy_options, recipe_of, translate, twin
+from neuron_accel.engine.optim.state import StatePiece, copy_options, state_of
+from neuron_accel.engine.optim.twin import StandIn, recipe_of, translate, twin
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.engine.runtime.tensors import full_tensor
 from neuron_accel.errors import PlanError, UsageError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.engine.optim.held import each_optimizer
+from neuron_accel.engine.optim.state import each_optimizer
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend

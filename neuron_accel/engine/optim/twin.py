@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of an optimizer for other parameters, and its state in terms of the original parameters."""
+"""Copies of an optimizer for other parameters: shards or rewritten versions of those that it was created with."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
-from neuron_accel.engine.optim.held import (
+from neuron_accel.engine.optim.state import (
     all_groups,
     each_optimizer,
-    held_optimizers,
     is_state_of,
     matching_group,
+    names_parameters,
     state_of,
 )
-from neuron_accel.engine.sharding.parameters import ParameterRecord
 from neuron_accel.errors import UsageError
 
-if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import Run
-
-# ---- Rebuilding an optimizer for other parameters: shards or rewritten versions of those it was created with ---------
 # Some optimizers have state from the start (Adagrad), and the constructors of users' classes are unknown. So no
 # optimizer is constructed from its class: it is either copied for other parameters, with its state sharded like them,
 # or, if its constructor was recorded by :func:`make_optimizer_constructor_lazy`, constructed at the end. The following
@@ -110,16 +105,6 @@ def build_deferred(optimizer: torch.optim.Optimizer) -> None:
         del optimizer._neuron_accel_recipe  # type: ignore[attr-defined]
 
 
-def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Copies the hyper-parameters of the groups of ``source`` to those of ``target``, except options that contain
-    parameters. So for the optimizers that both hold."""
-    held = held_optimizers(target)
-    pairs = [(source, target), *((theirs, held[path]) for path, theirs in held_optimizers(source).items())]
-    groups = [pair for theirs, mine in pairs for pair in zip(theirs.param_groups, mine.param_groups, strict=True)]
-    for theirs, mine in {id(mine): (theirs, mine) for theirs, mine in groups}.values():
-        mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names") and not names_parameters(v)})
-
-
 # ---- attributes of parameters, and values that an optimizer stores by parameter --------------------------------------
 @dataclass(frozen=True, eq=False)
 class StandIn:
@@ -155,11 +140,6 @@ def attributes_of(parameter: torch.Tensor) -> tuple[tuple[str, str], ...]:
         (name, repr(value) if isinstance(value, plain) else f"{type(value).__name__} {id(value)}")
         for name, value in sorted(vars(parameter).items())
     )
-
-
-def names_parameters(value: Any) -> bool:
-    """Returns whether ``value`` is a collection of parameters, or of values by parameter."""
-    return isinstance(value, (Mapping, Set, list, tuple)) and any(isinstance(entry, nn.Parameter) for entry in value)
 
 
 def knows_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
@@ -329,132 +309,3 @@ class _Copies:
 def _refers_to(value: Any, optimizers: Sequence[Any]) -> bool:
     inside = () if isinstance(value, (type, types.ModuleType)) else getattr(value, "__dict__", {}).values()
     return any(entry is each for entry in inside for each in optimizers)
-
-
-# ---- The state of an optimizer in terms of the parameters of the original model --------------------------------------
-# A plugin that shards an optimizer over ranks describes the state of each rank by FQN and layout. With that a
-# checkpoint can store the state and load it on any mesh.
-@dataclass(frozen=True, kw_only=True)
-class StatePiece:
-    """The state of one parameter in a rank's optimizer.
-
-    Args:
-        record: the parameter.
-        parameter: the tensor that the optimizer updates, and the key of its state. Its elements are a range of the
-            parameter's flattened shard on this rank.
-        start, stop: that range.
-        group: index of the parameter's group.
-        axes: axes of the mesh along which ranks hold other ranges of the same shard.
-        master: whether ``parameter`` has values of its own, of higher precision than those in the model.
-        whole: whether the state is that of the full parameter, equal on all ranks along the axes over which it is
-            sharded.
-        key, store: where the state is stored: ``store[key]``; by default ``optimizer.state[parameter]``.
-    """
-
-    record: ParameterRecord
-    parameter: nn.Parameter
-    start: int
-    stop: int
-    group: int
-    axes: tuple[str, ...] = ()
-    master: bool = False
-    whole: bool = False
-    key: torch.Tensor | None = None
-    store: MutableMapping[torch.Tensor, Any] | None = None
-
-    def __repr__(self) -> str:
-        master = ", master weights" if self.master else ""
-        return f"<{type(self).__name__}: elements {self.start} to {self.stop} of {self.record!r}{master}>"
-
-    def read_state(self, optimizer: Any) -> MutableMapping[str, Any]:
-        """Returns the entries of the state in ``optimizer``; empty before the first step."""
-        store = state_of(optimizer) if self.store is None else self.store
-        return store.get(self.parameter if self.key is None else self.key, {})
-
-    def new_state(self, optimizer: Any) -> MutableMapping[str, Any]:
-        """Replaces the entries of the state by none, and returns them, to which entries can be added."""
-        store = state_of(optimizer) if self.store is None else self.store
-        key = self.parameter if self.key is None else self.key
-        store[key] = {}
-        return store[key]
-
-    def drop_state(self, optimizer: Any) -> None:
-        """Removes the state, as before the first step."""
-        store = state_of(optimizer) if self.store is None else self.store
-        store.pop(self.parameter if self.key is None else self.key, None)
-
-    def take_weights(self, run: Run) -> None:
-        """Copies the model's weights into ``parameter``, if it is separate from the model's parameter."""
-        current = self.record.current
-        if current is None or current is self.parameter:
-            return
-        with torch.no_grad():
-            kept = self.record.weights
-            if kept is None:
-                # A lazy device would compile a graph for each slice.
-                values = run.backend.to_host(current) if run.backend.is_lazy else current.detach()
-                part = values.reshape(-1)[self.start : self.stop]
-            else:
-                part = kept.tensor[self.start - kept.start : self.stop - kept.start]
-            if missing := self.parameter.numel() - part.numel():  # on lazy devices shards have padding at their end
-                part = nn.functional.pad(part, (0, missing))
-            self.parameter.copy_(part.view(self.parameter.shape))
-
-
-@dataclass(frozen=True)
-class ShardedState:
-    """A value in a plugin's ``checkpoint_state`` that is sharded like the parameters, such as an outer momentum or an
-    average of the weights. It can be loaded on any mesh: ``load_checkpoint_state`` receives an object of this class
-    with this rank's shards, on the CPU.
-
-    Args:
-        tensors: this rank's shards by FQN, each of the shape of the parameter on this rank and of any dtype.
-        model: position in ``run.models`` of the model whose parameters these are.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    model: int = 0
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {len(self.tensors)} tensors of model {self.model}>"
-
-
-@dataclass(frozen=True)
-class ReplicaState:
-    """A value in a plugin's ``checkpoint_state`` that differs between replicas, see ``AxisKind.REPLICA``, and is equal
-    on all ranks of a replica. ``load_checkpoint_state`` receives an object of this class with the value of its replica.
-
-    Args:
-        value: plain values and tensors, or a :class:`ShardedState`.
-    """
-
-    value: Any
-
-    def __repr__(self) -> str:
-        value = self.value
-        shown = repr(value) if isinstance(value, (bool, int, float, str, ShardedState)) else type(value).__name__
-        return f"{type(self).__name__}({shown})"
-
-
-@runtime_checkable
-class HasStatePieces(Protocol):
-    """Protocol of optimizers that update other tensors than the model's parameters, such as shards of them."""
-
-    state: dict[torch.Tensor, dict]
-    param_groups: list[dict]
-
-    def state_pieces(self) -> list[StatePiece]:
-        """Returns this rank's state, one entry for each parameter."""
-        ...
-
-
-def take_weights(optimizer: Any, run: Run) -> None:
-    """Copies the model's weights to the tensors that an optimizer updates, after a plugin has changed them in place.
-    Needed for ZeRO-1, which updates shards of its own, and for master weights.
-
-    Args:
-        optimizer: the optimizer as hooks receive it, below Accelerate's wrapper.
-        run: the run.
-    """
-    for piece in optimizer.state_pieces() if isinstance(optimizer, HasStatePieces) else ():
-        piece.take_weights(run)

@@ -3,13 +3,13 @@
 
 A parameter is identified by its FQN in the original model only. A :class:`ParameterMap` is created before any
 transformation and updated after each. It still knows the parameters that were replaced, as long as something else, such
-as an optimizer, holds them, and :func:`rebind` uses it to make an optimizer hold the new parameters.
+as an optimizer, holds them, which can then be given the new ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from neuron_accel.engine.optim.held import all_groups, state_of
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import LayoutError, ParameterError, did_you_mean
 
@@ -332,58 +331,3 @@ class ParameterMap:
         """Adds a further parameter of the original model, or a further name of a known one."""
         self._add(name, parameter)
         return self[name]
-
-
-def rebind(optimizer: torch.optim.Optimizer, maps: Iterable[ParameterMap], coordinates: Mapping[str, int]) -> None:
-    """Makes ``optimizer`` hold the current parameters instead of those it was created with.
-
-    Groups, their order and their hyper-parameters are kept. Parameters of which this rank holds no shard are removed
-    from their group. Existing state is sharded like the parameter. So for the optimizers that it holds.
-
-    Args:
-        optimizer: changed in place.
-        maps: the parameters of all prepared models.
-        coordinates: this rank's position in the mesh.
-
-    Raises:
-        ParameterError: if the optimizer holds a parameter of no prepared model, or state that cannot be sharded.
-    """
-    maps, known = list(maps), state_of(optimizer)
-    for index, group in enumerate(all_groups(optimizer)):
-        parameters: list[nn.Parameter] = []
-        names: list[str] = []
-        for position, parameter in enumerate(group["params"]):
-            record = next((r for r in (m.find(parameter) for m in maps) if r is not None), None)
-            if record is None:
-                raise ParameterError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no "
-                    "prepared model has.",
-                    where=f"param_groups[{index}]['params'][{position}]",
-                    why="it would never be synchronised, sharded or saved",
-                    fix="build the optimizer from the parameters of the model that is prepared with it or earlier",
-                )
-            state = known.pop(parameter, None) if parameter is not record.current else None
-            if record.current is None:
-                continue
-            if state:
-                known[record.current] = {
-                    name: _cut_state(value, record, name, coordinates) for name, value in state.items()
-                }
-            parameters.append(record.current)
-            if "param_names" in group:
-                names.append(group["param_names"][position])
-        group["params"] = parameters
-        if "param_names" in group:
-            group["param_names"] = names
-
-
-def _cut_state(value: Any, record: ParameterRecord, name: str, coordinates: Mapping[str, int]) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not record.layout.cuts:
-        return value
-    if tuple(value.shape) == record.layout.shape:
-        return record.layout.shard(value, coordinates)
-    raise ParameterError(
-        f"The optimizer's state {name!r} for {record.fqn!r} has shape {tuple(value.shape)} and cannot be sharded.",
-        why=f"the parameter has shape {record.layout.shape} and is sharded over ranks",
-        fix="prepare the optimizer before its first step",
-    )

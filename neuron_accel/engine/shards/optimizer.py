@@ -22,7 +22,7 @@ from neuron_accel.engine.optim.elementwise import is_separable, needs_closure, w
 from neuron_accel.engine.optim.norms import GradientPart, clip_by_norm, parts_of_others
 from neuron_accel.engine.optim.own_methods import OwnMethods
 from neuron_accel.engine.optim.reducer import BackwardWatcher
-from neuron_accel.engine.optim.twin import StatePiece
+from neuron_accel.engine.optim.state import StatePiece
 from neuron_accel.engine.shards.awaited import AwaitedWeights, may_be_awaited
 from neuron_accel.engine.shards.build import ShardBuilder
 from neuron_accel.engine.shards.shard import BucketShard

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from neuron_accel.engine.optim.elementwise import is_elementwise
 from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
-from neuron_accel.engine.optim.held import state_of
-from neuron_accel.engine.optim.twin import StandIn, copy_options, recipe_of, translate, twin
+from neuron_accel.engine.optim.state import copy_options, state_of
+from neuron_accel.engine.optim.twin import StandIn, recipe_of, translate, twin
 from neuron_accel.engine.shards.build import record_of
 from neuron_accel.errors import UsageError
 

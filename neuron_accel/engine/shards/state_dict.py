@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
-from neuron_accel.engine.optim.held import state_of
-from neuron_accel.engine.optim.twin import StatePiece
+from neuron_accel.engine.optim.state import StatePiece, state_of
 from neuron_accel.engine.shards.build import record_of
 from neuron_accel.errors import UsageError
 

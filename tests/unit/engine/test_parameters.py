@@ -9,8 +9,9 @@ import weakref
 import torch
 from torch import nn
 
+from neuron_accel.engine.optim.state import rebind
 from neuron_accel.engine.sharding.layout import Cut, Layout
-from neuron_accel.engine.sharding.parameters import ParameterMap, rebind
+from neuron_accel.engine.sharding.parameters import ParameterMap
 
 
 def _sharded():

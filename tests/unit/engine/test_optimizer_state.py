@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure
-from neuron_accel.engine.optim.held import held_optimizers, state_of
+from neuron_accel.engine.optim.state import held_optimizers, state_of
 from neuron_accel.engine.optim.twin import twin
 from tests.distributed.optimizers import Lookahead
 
