@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from neuron_accel.backends.board import Board, LocalBoard
 from neuron_accel.backends.events import Events, Traffic
-from neuron_accel.backends.group import Done, Group, Pending, Then
+from neuron_accel.backends.group import Group, Pending, Then
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -219,17 +219,16 @@ class Backend(ABC):
         pending = self.start_reduce_scatter(tensor, group)
         return Then(pending, lambda reduced: out.copy_(reduced).mul_(scale))
 
-    @abstractmethod
     @communicates
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
         """Sends chunk i along ``split_dim`` to the i-th rank and returns the received chunks, concatenated along
-        ``concat_dim``."""
+        ``concat_dim``. The size of the group must divide ``split_dim``."""
+        return self.start_all_to_all(tensor, group, split_dim, concat_dim).wait()
 
+    @abstractmethod
     @communicates
     def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
-        """Starts :meth:`all_to_all`. Computation before ``wait()`` overlaps with it if the backend :attr:`overlaps`.
-        ``tensor`` must not be changed before ``wait()``."""
-        return Done(self.all_to_all(tensor, group, split_dim, concat_dim))
+        """Starts :meth:`all_to_all`. ``tensor`` must not be changed before ``wait()``."""
 
     @communicates
     def all_to_all_uneven(
@@ -259,10 +258,10 @@ class Backend(ABC):
             fix="pad the chunks to equal sizes and use all_to_all",
         )
 
-    @abstractmethod
     @communicates
     def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
         """Returns the tensor of the rank ``shift`` positions before this one in the ring of the group's ranks."""
+        return self.start_permute(tensor, group, shift).wait()
 
     def limit_rings(  # noqa: B027  most machines connect any two ranks
         self, problem: Callable[[Sequence[tuple[int, int]]], str | None]
@@ -275,11 +274,10 @@ class Backend(ABC):
                 made.
         """
 
+    @abstractmethod
     @communicates
     def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
-        """Starts :meth:`permute`. Computation before ``wait()`` overlaps with it if the backend :attr:`overlaps`.
-        ``tensor`` must not be changed before ``wait()``."""
-        return Done(self.permute(tensor, group, shift))
+        """Starts :meth:`permute`. ``tensor`` must not be changed before ``wait()``."""
 
     @abstractmethod
     @communicates

@@ -134,14 +134,6 @@ class DryRunBackend(Backend):
         out.copy_(rows[group.index]).mul_(group.size * scale)
         return self._start("reduce_scatter", group, (group.size - 1) * rows.nbytes // group.size, rows, out)
 
-    def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.all_to_all`.
-
-        Raises:
-            LayoutError: if the size of the group does not divide ``split_dim``.
-        """
-        return self.start_all_to_all(tensor, group, split_dim, concat_dim).wait()
-
     @_imitates
     def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
         """See :meth:`Backend.start_all_to_all`.
@@ -156,9 +148,6 @@ class DryRunBackend(Backend):
         received = rows.clone()
         sent = (group.size - 1) * rows.nbytes // group.size
         return self._start("all_to_all", group, sent, rows, received, lambda: join_chunks(received, concat_dim))
-
-    def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
-        return self.start_permute(tensor, group, shift).wait()
 
     @_imitates
     def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:

@@ -222,7 +222,7 @@ class TorchBackend(Backend):
         if _on_host(tensor) and not (op == "sum" and tensor.dtype in _GLOO_SUMS):
             return self._start_two_step_all_reduce(tensor, group, op)
         shared = tensor.contiguous()
-        sent = 2 * (group.size - 1) * _bytes(shared) // group.size
+        sent = 2 * (group.size - 1) * shared.nbytes // group.size
         summed = [shared] if op == "sum" else ()
         send = functools.partial(self._all_reduce, shared, op, group)
         return self._start("all_reduce", group, sent, shared.dtype, send, lambda: shared, summed=summed)
@@ -250,7 +250,7 @@ class TorchBackend(Backend):
             return Done(tensor)
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         dim = normalize_dim(dim, tensor)
-        sent = (group.size - 1) * _bytes(tensor)
+        sent = (group.size - 1) * tensor.nbytes
         return self._start_gather(tensor, group, "all_gather", sent, lambda rows: join_chunks(rows, dim))
 
     def start_all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
@@ -260,7 +260,7 @@ class TorchBackend(Backend):
         if group.size == 2 and out.numel() and self._through_gloo(tensor, group):
             return self._start_swap_into(out, tensor, group)
         send = functools.partial(self._all_gather, _flat(out.detach()), _flat(tensor.detach()), group)
-        sent = (group.size - 1) * _bytes(tensor)
+        sent = (group.size - 1) * tensor.nbytes
         return self._start("all_gather", group, sent, tensor.dtype, send, lambda: out)
 
     def _start_swap_into(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Pending:
@@ -271,7 +271,7 @@ class TorchBackend(Backend):
         outgoing, incoming = (_flat(rows[index]) for index in (group.index, other))
         counts = [outgoing.numel() if index == other else 0 for index in range(2)]
         send = functools.partial(self._all_to_all, incoming, outgoing, group, counts, counts)
-        return self._start("all_gather", group, _bytes(tensor), tensor.dtype, send, lambda: out)
+        return self._start("all_gather", group, tensor.nbytes, tensor.dtype, send, lambda: out)
 
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
         """See :meth:`Backend.reduce_scatter`.
@@ -284,7 +284,7 @@ class TorchBackend(Backend):
         rows = split_chunks(tensor.detach(), dim, group.size).contiguous()
         if self._sums_in_float32(tensor):
             return self._start_exact_reduce_scatter(tensor.detach(), group, normalize_dim(dim, tensor))
-        sent = (group.size - 1) * _bytes(rows) // group.size
+        sent = (group.size - 1) * rows.nbytes // group.size
         sums: dict[str, Any] = {"summed": [rows], "scattered": True}
         if _on_host(tensor) and (rows.dtype == torch.bool or not rows.numel() or self._through_gloo(tensor, group)):
             received = torch.empty_like(rows)
@@ -309,7 +309,7 @@ class TorchBackend(Backend):
         if group.size == 1 or not tensor.numel() or not (is_direct or self._through_gloo(tensor, group)):
             return super().start_reduce_scatter_into(out, tensor, group, scale=scale, scratch=scratch)
         rows = tensor.detach().view(group.size, -1)
-        sent = (group.size - 1) * _bytes(rows) // group.size
+        sent = (group.size - 1) * rows.nbytes // group.size
         sums: dict[str, Any] = {"summed": [rows], "scattered": True, "scale": scale}
         if not self._through_gloo(tensor, group):
             averages = _on_host(tensor) and scale == 1 / group.size and is_inexact(tensor)
@@ -327,14 +327,6 @@ class TorchBackend(Backend):
         finish = functools.partial(sum_rows_into, out, terms, scale)
         return self._start("reduce_scatter", group, sent, rows.dtype, send, finish, **sums)
 
-    def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.all_to_all`.
-
-        Raises:
-            LayoutError: if the size of the group does not divide ``split_dim``.
-        """
-        return self.start_all_to_all(tensor, group, split_dim, concat_dim).wait()
-
     def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
         """See :meth:`Backend.start_all_to_all`.
 
@@ -345,7 +337,7 @@ class TorchBackend(Backend):
             return Done(tensor)
         concat_dim = normalize_dim(concat_dim, tensor)
         rows = split_chunks(tensor.detach(), split_dim, group.size).contiguous()
-        sent, received = (group.size - 1) * _bytes(rows) // group.size, torch.empty_like(rows)
+        sent, received = (group.size - 1) * rows.nbytes // group.size, torch.empty_like(rows)
         return self._start_exchange(
             rows, received, group, "all_to_all", sent, lambda: join_chunks(received, concat_dim)
         )
@@ -371,24 +363,20 @@ class TorchBackend(Backend):
         send = functools.partial(self._all_to_all, incoming, outgoing, group, *splits) if row else None
         return self._start("all_to_all_uneven", group, sent_bytes, rows.dtype, send, lambda: result).wait()
 
-    def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
-        """See :meth:`Backend.permute`. On a device without point-to-point messages it is an all-gather."""
-        return self.start_permute(tensor, group, shift).wait()
-
     def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
-        """See :meth:`Backend.start_permute`."""
+        """See :meth:`Backend.start_permute`. On a device without point-to-point messages it is an all-gather."""
         if shift % group.size == 0:
             return Done(tensor)
         tensor = tensor.detach()
         source = (group.index - shift) % group.size
         if not self.has_point_to_point and not _on_host(tensor):
-            sent = (group.size - 1) * _bytes(tensor)
+            sent = (group.size - 1) * tensor.nbytes
             return self._start_gather(tensor, group, "permute", sent, lambda rows: rows[source].clone())
         result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         target = (group.index + shift) % group.size
         send = functools.partial(self._permute, _flat(result), _flat(tensor), group, target, source)
         return self._start(
-            "permute", group, _bytes(tensor), tensor.dtype, send if tensor.numel() else None, lambda: result
+            "permute", group, tensor.nbytes, tensor.dtype, send if tensor.numel() else None, lambda: result
         )
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
@@ -399,11 +387,11 @@ class TorchBackend(Backend):
         if self._sums_in_float32(tensor):
             return self._exact_broadcast(tensor, group, source)
         sends = group.index == source
-        event = self.events.collective("broadcast", group, _bytes(tensor) if sends else 0, tensor.dtype)
+        event = self.events.collective("broadcast", group, tensor.nbytes if sends else 0, tensor.dtype)
         result = tensor if sends else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         with event, self._reported("broadcast", group):
             if tensor.numel():
-                self._broadcast(_flat(result), group, source)
+                dist.broadcast(_flat(result), group.ranks[source], self._of(result, group))
         return result
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
@@ -421,7 +409,7 @@ class TorchBackend(Backend):
         """See :meth:`Backend.start_send`."""
         shared = tensor.detach().contiguous()
         send = functools.partial(self._send, _flat(shared), group, target) if shared.numel() else None
-        return self._start("send", group, _bytes(shared), shared.dtype, send, lambda: shared)
+        return self._start("send", group, shared.nbytes, shared.dtype, send, lambda: shared)
 
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, group: Group, source: int) -> Pending:
         """See :meth:`Backend.start_receive`."""
@@ -494,7 +482,8 @@ class TorchBackend(Backend):
         return dist.all_reduce(tensor, _OPS[op], group=self._of(tensor, group), async_op=True)
 
     def _all_gather(self, out: torch.Tensor, tensor: torch.Tensor, group: Group) -> Any:
-        return _all_gather(out, tensor, group=self._of(tensor, group), async_op=True)
+        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        return call(out, tensor, group=self._of(tensor, group), async_op=True)
 
     def _all_to_all(
         self,
@@ -505,9 +494,6 @@ class TorchBackend(Backend):
         sent: list[int] | None = None,
     ) -> Any:
         return dist.all_to_all_single(out, tensor, received, sent, group=self._of(tensor, group), async_op=True)
-
-    def _broadcast(self, tensor: torch.Tensor, group: Group, source: int) -> None:
-        dist.broadcast(tensor, group.ranks[source], group=self._of(tensor, group))
 
     def _send(self, tensor: torch.Tensor, group: Group, target: int) -> Any:
         return dist.isend(tensor, group.ranks[target], group=self._of(tensor, group))
@@ -629,11 +615,6 @@ class _Both:
             work.wait()
 
 
-def _all_gather(output: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name changed in torch 2.13
-    return call(output, tensor, **kwargs)
-
-
 def _on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
@@ -643,7 +624,3 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor is not contiguous, so what receives must be."""
     flat = tensor.contiguous().view(-1)
     return flat.view(torch.uint8) if _on_host(tensor) and flat.dtype not in _CARRIED else flat
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

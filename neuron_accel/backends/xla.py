@@ -171,7 +171,7 @@ class XlaBackend(Backend):
             return Done(reduce_rows(torch.stack(self.all_gather_object(tensor, group)), op))
         if not is_inexact(tensor):
             return self._start_exact_all_reduce(tensor, group, op)
-        sent, summed = 2 * (group.size - 1) * _bytes(tensor) // group.size, op == "sum"
+        sent, summed = 2 * (group.size - 1) * tensor.nbytes // group.size, op == "sum"
         with self._between(tensor, group) as tensor:
             with self._added("all_reduce", group, sent, tensor, summed=[tensor] if summed else ()) as event:
                 result = self._all_reduce(tensor, group, op)
@@ -190,7 +190,7 @@ class XlaBackend(Backend):
         if self._are_apart(group.ranks) or any(self._on_host(t) or not is_inexact(t) for t in tensors):
             return super().all_reduce_together(tensors, group, scale)
         tensors = [tensor.detach() for tensor in tensors]
-        sent = 2 * (group.size - 1) * sum(map(_bytes, tensors)) // group.size
+        sent = 2 * (group.size - 1) * sum(tensor.nbytes for tensor in tensors) // group.size
         with self._added("all_reduce", group, sent, tensors[0], summed=tensors) as event:
             xm = self._collectives(tensors[0])
             xm.all_reduce("sum", tensors, scale, groups=_replicas(group), pin_layout=False)
@@ -205,7 +205,7 @@ class XlaBackend(Backend):
         dim = normalize_dim(dim, tensor)
         if self._on_host(tensor):
             return Done(torch.cat(self.all_gather_object(tensor, group), dim))
-        sent = (group.size - 1) * _bytes(tensor)
+        sent = (group.size - 1) * tensor.nbytes
         with self._between(tensor, group) as tensor, self._added("all_gather", group, sent, tensor):
             xm = self._collectives(tensor)
             return Done(xm.all_gather(tensor, dim, groups=_replicas(group), pin_layout=False))
@@ -224,7 +224,7 @@ class XlaBackend(Backend):
         dim, replicas = normalize_dim(dim, tensor), _replicas(group)
         if not is_inexact(tensor):
             return self._start_exact_reduce_scatter(tensor, group, dim)
-        sent = (group.size - 1) * _bytes(tensor) // group.size
+        sent = (group.size - 1) * tensor.nbytes // group.size
         with self._between(tensor, group) as tensor:
             rows = split_chunks(tensor, dim, group.size)
             with self._added("reduce_scatter", group, sent, tensor, summed=[rows], scattered=True) as event:
@@ -234,40 +234,41 @@ class XlaBackend(Backend):
                 event.received([result])
             return Done(result)
 
-    def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.all_to_all`.
+    def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
+        """See :meth:`Backend.start_all_to_all`.
 
         Raises:
             LayoutError: if the size of the group does not divide ``split_dim``.
         """
         if group.size == 1:
-            return tensor
+            return Done(tensor)
         tensor = tensor.detach()
         split_chunks(tensor, split_dim, group.size)
         self._refuse_host(tensor, "all_to_all")
         split_dim, concat_dim = normalize_dim(split_dim, tensor), normalize_dim(concat_dim, tensor)
-        sent = (group.size - 1) * _bytes(tensor) // group.size
+        sent = (group.size - 1) * tensor.nbytes // group.size
         with self._between(tensor, group) as tensor, self._added("all_to_all", group, sent, tensor):
             xm = self._collectives(tensor)
-            return xm.all_to_all(tensor, split_dim, concat_dim, group.size, groups=_replicas(group), pin_layout=False)
+            groups = _replicas(group)
+            return Done(xm.all_to_all(tensor, split_dim, concat_dim, group.size, groups=groups, pin_layout=False))
 
-    def permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> torch.Tensor:
-        """See :meth:`Backend.permute`. All groups of the partition are shifted by the same number of positions, in one
-        collective of all ranks. If the machine cannot make this permutation (:meth:`Backend.limit_rings`), it is an
-        all-gather, which sends and stores ``group.size - 1`` times as much.
+    def start_permute(self, tensor: torch.Tensor, group: Group, shift: int = 1) -> Pending:
+        """See :meth:`Backend.start_permute`. All groups of the partition are shifted by the same number of positions,
+        in one collective of all ranks. If the machine cannot make this permutation (:meth:`Backend.limit_rings`), it is
+        an all-gather, which sends and stores ``group.size - 1`` times as much.
 
         Raises:
             UsageError: if all ranks of the group run the same computation while other ranks run another
                 (:meth:`run_apart`).
         """
         if shift % group.size == 0:
-            return tensor
+            return Done(tensor)
         tensor = tensor.detach()
         self._refuse_host(tensor, "permute")
         pairs = [(ranks[i], ranks[(i + shift) % group.size]) for ranks in group.partition for i in range(group.size)]
         if self._ring_problem is not None and self._ring_problem(pairs):
             rows = self.all_gather(tensor.unsqueeze(0), group)
-            return rows.index_select(0, self._index(group, before=shift)).squeeze(0)
+            return Done(rows.index_select(0, self._index(group, before=shift)).squeeze(0))
         if len(self._alike) < self.world_size and set(self._alike).issuperset(group.ranks):
             raise UsageError(
                 f"A permutation within {group.name!r} is not possible while other ranks run another computation.",
@@ -276,8 +277,8 @@ class XlaBackend(Backend):
                 fix="use a collective of the group (all_to_all, all_gather), or no pipeline",
             )
         everyone = tuple(range(self.world_size))
-        with self._between(tensor, group, everyone) as tensor, self._added("permute", group, _bytes(tensor), tensor):
-            return self._collectives(tensor).collective_permute(tensor, [list(pair) for pair in pairs])
+        with self._between(tensor, group, everyone) as tensor, self._added("permute", group, tensor.nbytes, tensor):
+            return Done(self._collectives(tensor).collective_permute(tensor, [list(pair) for pair in pairs]))
 
     def broadcast(self, tensor: torch.Tensor, group: Group, source: int = 0) -> torch.Tensor:
         """See :meth:`Backend.broadcast`. On the device it is an all-reduce of the source's values and zeros."""
@@ -291,7 +292,7 @@ class XlaBackend(Backend):
         if not is_inexact(tensor):
             return self._exact_broadcast(tensor, group, source)
         index = self._index(group)
-        sent = 2 * (group.size - 1) * _bytes(tensor) // group.size
+        sent = 2 * (group.size - 1) * tensor.nbytes // group.size
         with self._between(tensor, group) as tensor, self._added("broadcast", group, sent, tensor):
             mine = torch.where(index == source, tensor, torch.zeros_like(tensor))
             return self._all_reduce(mine.reshape(tensor.shape), group, "sum")
@@ -501,7 +502,3 @@ def _check_alone() -> None:
 
 def _replicas(group: Group) -> list[list[int]]:
     return [list(ranks) for ranks in group.partition]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
