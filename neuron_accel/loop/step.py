@@ -84,7 +84,14 @@ class Step:
         loss = run.hooks.transform("before_backward", loss, run)
         owner = run.owner(Claim.BACKWARD)
         if owner is None:
-            self._differentiate(self._weighted(loss, num_items, accumulation_steps), differentiate)
+            loss = self._weighted(loss, num_items, accumulation_steps)
+            lazy = [optimizer.lazy for optimizer in run.optimizers if optimizer.lazy is not None]
+            for each in lazy:
+                each.before_backward()
+            with run.driving_backward():
+                differentiate(loss)
+            for each in lazy:
+                each.after_backward()
         else:
             if num_items is not None:
                 raise UsageError(
@@ -105,15 +112,6 @@ class Step:
         if share is not None:  # a rank whose rows are all repeats has no items
             num_items = self.items.on_device(num_items) * (share > 0).reshape(())
         return loss * (self.items.add(num_items) * steps)
-
-    def _differentiate(self, loss: torch.Tensor, differentiate: Callable[[torch.Tensor], None]) -> None:
-        lazy = [optimizer.lazy for optimizer in self._run.optimizers if optimizer.lazy is not None]
-        for each in lazy:
-            each.before_backward()
-        with self._run.driving_backward():
-            differentiate(loss)
-        for each in lazy:
-            each.after_backward()
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:

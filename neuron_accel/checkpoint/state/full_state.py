@@ -28,7 +28,7 @@ def full_state_dict(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
         On the main process copies of all tensors, on the CPU. On the other ranks the same if no parameter is sharded,
         else an empty dict, so that only one rank needs memory for the full model.
     """
-    module = getattr(model.module, "_orig_mod", model.module)
+    module = model.inner
     run.backend.step_boundary()  # a lazy device computes the tensors that are read below
     stages = stage_group(run)
     if stages.size > 1:

@@ -115,15 +115,10 @@ class Item:
         return result
 
 
-def inner_module(model: PreparedModel) -> torch.nn.Module:
-    """Returns the module whose state dict has the original names, without the wrapper of ``torch.compile``."""
-    return getattr(model.module, "_orig_mod", model.module)
-
-
 def buffers_of(model: PreparedModel) -> dict[tuple[str, ...], torch.Tensor]:
     """Returns persistent buffers by their names; a shared buffer has several."""
     names: dict[torch.Tensor, list[str]] = {}
-    for name, value in inner_module(model).state_dict(keep_vars=True).items():
+    for name, value in model.inner.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and name not in model.parameters:
             names.setdefault(value, []).append(name)
     return {tuple(group): value for value, group in names.items()}

@@ -72,6 +72,7 @@ class GradientReducer:
         self._left: set[torch.Tensor] = set()
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._buckets: list[Bucket] = []
+        self._groups: list[Group] = []  # over which each bucket is summed
         self._memory: list[FlatGradients] = []  # of each bucket; on lazy devices none
         # A lazy device runs nothing before the graph is complete, and its compiler schedules the reduction.
         self._watcher = BackwardWatcher(self, self._records(), run, overlap=not run.backend.is_lazy)
@@ -87,7 +88,7 @@ class GradientReducer:
         if not self._model.synchronises:
             return
         for index, bucket in enumerate(self._buckets):
-            if self._group(bucket).size != self._data_group.size and not self._watcher.owes(index):
+            if self._groups[index].size != self._data_group.size and not self._watcher.owes(index):
                 for parameter in bucket.parameters:
                     if parameter.requires_grad and parameter.grad is not None:
                         self._before[parameter], parameter.grad = parameter.grad.clone(), None
@@ -142,7 +143,7 @@ class GradientReducer:
 
     def restart(self) -> None:
         """Creates the buckets again, for parameters whose shapes have changed."""
-        self._buckets, self._memory = [], []
+        self._buckets, self._groups, self._memory = [], [], []
         self._watcher.restart(self._records())
 
     def close(self) -> None:
@@ -165,16 +166,17 @@ class GradientReducer:
 
     def admit(self, records: list[ParameterRecord]) -> list[Bucket]:
         """Creates buckets for parameters that begin to train."""
-        buckets = make_buckets(records, self._cap_bytes, self._run.mesh)
-        buckets = [b for b in buckets if self._group(b).size > 1 or self._data_group.size > 1]
+        buckets = []
+        for bucket in make_buckets(records, self._cap_bytes, self._run.mesh):
+            group = self._run.group(*bucket.reduction_axes, *bucket.partial_axes)
+            if group.size > 1 or self._data_group.size > 1:
+                buckets.append(bucket)
+                self._groups.append(group)
         self._buckets += buckets
         if not self._run.backend.is_lazy:
             flags = exchanges_flags(self._run)
             self._memory += [FlatGradients(bucket, flags=flags) for bucket in buckets]
         return buckets
-
-    def _group(self, bucket: Bucket) -> Group:
-        return self._run.group(*bucket.reduction_axes, *bucket.partial_axes)
 
     def take_gradient(self, bucket: int, index: int) -> None:
         """Copies a gradient that has arrived into the memory of its bucket."""
@@ -182,7 +184,7 @@ class GradientReducer:
 
     def send_gradients(self, bucket: int) -> None:
         """Starts the average of a bucket's gradients."""
-        self._send(bucket, self._group(self._buckets[bucket]), self._data_group.size)
+        self._send(bucket, self._groups[bucket], self._data_group.size)
 
     def _send(self, index: int, group: Group, ranks: int) -> None:
         """Starts the sum of a bucket's gradients over ``group``, divided by ``ranks``."""
@@ -306,7 +308,7 @@ class BackwardWatcher:
     def extend(self, records: Iterable[ParameterRecord]) -> None:
         """Watches further parameters from the time when they train. Collective."""
         self._trainable.add(records)
-        self._follow(owed=False, meets=True)
+        self.follow(owed=False, meets=True)
 
     def restart(self, records: Iterable[ParameterRecord]) -> None:
         """Watches these parameters instead, of which the same ones train on all ranks."""
@@ -325,16 +327,16 @@ class BackwardWatcher:
         self._handles = []
 
     # ---- parameters that begin to train ------------------------------------------------------------------------------
-    def follow(self) -> bool:
-        """Checks which parameters have begun to train, whose gradients are then to be reduced, and returns whether any
-        have. Collective if they have.
+    def follow(self, *, owed: bool = True, meets: bool = False) -> bool:
+        """Checks which parameters have begun to train, and returns whether any have. Collective if they have.
+
+        Args:
+            owed: whether gradients that they have are to be reduced.
+            meets: see :meth:`Trainable.check`.
 
         Raises:
             DesyncError: if other parameters have begun to train on other ranks.
         """
-        return self._follow(owed=True, meets=False)
-
-    def _follow(self, *, owed: bool, meets: bool) -> bool:
         begun = self._trainable.begun()
         if begun:
             self._trainable.check([self._trainable.candidates[index] for index in begun], meets=meets)
