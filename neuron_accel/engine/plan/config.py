@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from neuron_accel.engine.plan.coerce import build, field_type
+from neuron_accel.engine.plan.coerce import build, field_type, to_plain
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.engine.plan.registry import Registry, default_registry
-from neuron_accel.engine.plan.serialize import to_plain
 from neuron_accel.engine.plan.source import Location, open_document
 from neuron_accel.errors import ConfigurationError, PluginError
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from neuron_accel.engine.plan.coerce import to_plain
 from neuron_accel.engine.plan.mesh import Mesh
 from neuron_accel.engine.plan.plugin import HOOKS, Claim, StrategyPlugin, overrides
-from neuron_accel.engine.plan.serialize import to_plain
 from neuron_accel.errors import DesyncError, PlanError, PluginError, did_you_mean
 
 if TYPE_CHECKING:
