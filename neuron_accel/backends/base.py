@@ -128,7 +128,7 @@ class Backend(ABC):
         """Creates every group of ``partition`` and returns the group of this rank. Collective over all ranks.
 
         Args:
-            partition: groups of global ranks that together contain every rank once.
+            partition: groups of global ranks that together contain every rank once; anything else is a ValueError.
             name: name of the group in messages.
         """
 
@@ -168,7 +168,7 @@ class Backend(ABC):
     @communicates
     def reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
         """Returns this rank's chunk along ``dim`` of the sum over the group. The dim must be divisible by
-        ``group.size``."""
+        ``group.size``, or a LayoutError is raised."""
         return self.start_reduce_scatter(tensor, group, dim).wait()
 
     @abstractmethod
@@ -222,7 +222,7 @@ class Backend(ABC):
     @communicates
     def all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
         """Sends chunk i along ``split_dim`` to the i-th rank and returns the received chunks, concatenated along
-        ``concat_dim``. The size of the group must divide ``split_dim``."""
+        ``concat_dim``. ``split_dim`` must be divisible by ``group.size``, or a LayoutError is raised."""
         return self.start_all_to_all(tensor, group, split_dim, concat_dim).wait()
 
     @abstractmethod

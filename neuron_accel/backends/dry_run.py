@@ -67,11 +67,7 @@ class DryRunBackend(Backend):
 
     # ---- groups ------------------------------------------------------------------------------------------------------
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
-        """See :meth:`Backend.new_group`.
-
-        Raises:
-            ValueError: if ``partition`` does not name every rank exactly once.
-        """
+        """See :meth:`Backend.new_group`."""
         return Group.of(self.rank, partition, name, self.world_size)
 
     # ---- collectives on tensors --------------------------------------------------------------------------------------
@@ -106,11 +102,7 @@ class DryRunBackend(Backend):
 
     @_imitates
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
-        """See :meth:`Backend.reduce_scatter`.
-
-        Raises:
-            LayoutError: if the size of the group does not divide the dim.
-        """
+        """See :meth:`Backend.reduce_scatter`."""
         if group.size == 1:
             return Done(tensor)
         rows = split_chunks(tensor.detach(), dim, group.size).contiguous()
@@ -136,11 +128,7 @@ class DryRunBackend(Backend):
 
     @_imitates
     def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
-        """See :meth:`Backend.start_all_to_all`.
-
-        Raises:
-            LayoutError: if the size of the group does not divide ``split_dim``.
-        """
+        """See :meth:`Backend.start_all_to_all`."""
         if group.size == 1:
             return Done(tensor)
         concat_dim = normalize_dim(concat_dim, tensor)
@@ -168,11 +156,7 @@ class DryRunBackend(Backend):
         return self._start("broadcast", group, tensor.nbytes if sends else 0, tensor, result).wait()
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.chunk`. Returns a view.
-
-        Raises:
-            LayoutError: if the size of the group does not divide the dim.
-        """
+        """See :meth:`Backend.chunk`. Returns a view."""
         return tensor if group.size == 1 else split_chunks(tensor, dim, group.size)[group.index]
 
     # ---- point to point ----------------------------------------------------------------------------------------------

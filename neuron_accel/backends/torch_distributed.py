@@ -157,11 +157,7 @@ class TorchBackend(Backend):
 
     # ---- groups ------------------------------------------------------------------------------------------------------
     def new_group(self, partition: Sequence[Sequence[int]], name: str) -> Group:
-        """See :meth:`Backend.new_group`. The groups of a partition are created once and then reused.
-
-        Raises:
-            ValueError: if ``partition`` does not name every rank exactly once.
-        """
+        """See :meth:`Backend.new_group`. The groups of a partition are created once and then reused."""
         self._check_open()
         group = Group.of(self.rank, partition, name, self.world_size)
         key = group.partition
@@ -274,11 +270,7 @@ class TorchBackend(Backend):
         return self._start("all_gather", group, tensor.nbytes, tensor.dtype, send, lambda: out)
 
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
-        """See :meth:`Backend.reduce_scatter`.
-
-        Raises:
-            LayoutError: if the size of the group does not divide the dim.
-        """
+        """See :meth:`Backend.reduce_scatter`."""
         if group.size == 1:
             return Done(tensor)
         rows = split_chunks(tensor.detach(), dim, group.size).contiguous()
@@ -328,11 +320,7 @@ class TorchBackend(Backend):
         return self._start("reduce_scatter", group, sent, rows.dtype, send, finish, **sums)
 
     def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
-        """See :meth:`Backend.start_all_to_all`.
-
-        Raises:
-            LayoutError: if the size of the group does not divide ``split_dim``.
-        """
+        """See :meth:`Backend.start_all_to_all`."""
         if group.size == 1:
             return Done(tensor)
         concat_dim = normalize_dim(concat_dim, tensor)
@@ -395,11 +383,7 @@ class TorchBackend(Backend):
         return result
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.chunk`. Returns a view.
-
-        Raises:
-            LayoutError: if the size of the group does not divide the dim.
-        """
+        """See :meth:`Backend.chunk`. Returns a view."""
         if group.size == 1:
             return tensor
         return split_chunks(tensor, dim, group.size)[group.index]

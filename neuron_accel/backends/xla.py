@@ -211,11 +211,7 @@ class XlaBackend(Backend):
             return Done(xm.all_gather(tensor, dim, groups=_replicas(group), pin_layout=False))
 
     def start_reduce_scatter(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> Pending:
-        """See :meth:`Backend.reduce_scatter`.
-
-        Raises:
-            LayoutError: if the size of the group does not divide the dim.
-        """
+        """See :meth:`Backend.reduce_scatter`."""
         if group.size == 1:
             return Done(tensor)
         tensor = tensor.detach()
@@ -235,11 +231,7 @@ class XlaBackend(Backend):
             return Done(result)
 
     def start_all_to_all(self, tensor: torch.Tensor, group: Group, split_dim: int = 0, concat_dim: int = 0) -> Pending:
-        """See :meth:`Backend.start_all_to_all`.
-
-        Raises:
-            LayoutError: if the size of the group does not divide ``split_dim``.
-        """
+        """See :meth:`Backend.start_all_to_all`."""
         if group.size == 1:
             return Done(tensor)
         tensor = tensor.detach()
@@ -298,11 +290,7 @@ class XlaBackend(Backend):
             return self._all_reduce(mine.reshape(tensor.shape), group, "sum")
 
     def chunk(self, tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-        """See :meth:`Backend.chunk`. The position is an input of the graph, so that all ranks trace the same graph.
-
-        Raises:
-            LayoutError: if the size of the group does not divide the dim.
-        """
+        """See :meth:`Backend.chunk`. The position is an input of the graph, so that all ranks trace the same graph."""
         if group.size == 1:
             return tensor
         rows = split_chunks(tensor.detach(), dim, group.size)
