@@ -19,14 +19,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from neuron_accel.engine.optim.state import (
-    STRUCTURE,
     all_groups,
     each_optimizer,
     is_state_of,
     names_parameters,
     state_of,
 )
-from neuron_accel.engine.optim.twin import StandIn, attributes_of, translate, twin
+from neuron_accel.engine.optim.twin import STRUCTURE, StandIn, attributes_of, translate, twin
 
 _CUT = 24 * 40 // 3 + 7
 _STEPS = 3
