@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +14,6 @@ from neuron_accel.neuron.cache import NATIVE_VARIABLE, URL_VARIABLE, CompileCach
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.flags import VARIABLE
 from neuron_accel.neuron.instances import (
-    NATIVE_RUNTIME,
     OLDEST_RUNTIME,
     Instance,
     detect_instance,
@@ -268,7 +268,7 @@ def hardware_of_run(
         instance = detect_instance(product_name)
     if instance is None:
         return None
-    runtime = NATIVE_RUNTIME if decision.device == "neuron" else OLDEST_RUNTIME
+    runtime = OLDEST_RUNTIME if decision.device == "xla" else instance.runtime(version("torch"))
     return instance.hardware(_lnc(environ) if len(instance.lnc) > 1 else None, runtime)
 
 

@@ -25,14 +25,16 @@ PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 
 OLDEST_RUNTIME: tuple[int, int] = tuple(FACTS["releases"][0]["runtime"])
 """The runtime of the last SDK with torch-neuronx for XLA; newer ones have wider limits."""
-NATIVE_RUNTIME: tuple[int, int] = tuple(FACTS["releases"][1]["runtime"])
-"""The oldest runtime of the native device."""
 
 
 def most_partitions(runtime: tuple[int, int] = OLDEST_RUNTIME) -> int:
     """Largest number of distinct partitions of the ranks into replica groups in one graph, by version of the runtime
     (NEC_MAX_COMM_N)."""
     return max(row["most"] for row in FACTS["partitions"] if tuple(row["runtime"]) <= runtime)
+
+
+def _release(torch: str) -> tuple[int, ...]:
+    return tuple(map(int, torch.split(".")[:2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,15 @@ class Instance:
                 fix=f"pass {known}, or leave it out",
             )
         return lnc
+
+    def runtime(self, torch: str) -> tuple[int, int]:
+        """Version of the Neuron runtime with which the version ``torch`` of PyTorch trains on this instance; where none
+        is released, the oldest."""
+        given = _release(torch)
+        released = [
+            row for row in FACTS["releases"] if self.family in row["families"] and _release(row["torch"]) <= given
+        ]
+        return tuple(released[-1]["runtime"]) if released else OLDEST_RUNTIME
 
     def hardware(self, lnc: int | None = None, runtime: tuple[int, int] = OLDEST_RUNTIME) -> Hardware:
         """The limits that the planner checks, with ``runtime`` as the version of the Neuron runtime."""

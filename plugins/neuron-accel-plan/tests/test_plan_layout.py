@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 from neuron_accel_plan.plan_command import SCHEDULES
 
 from neuron_accel.commands import main
+from neuron_accel.contract import AxisKind, AxisSpec, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import ConfigurationError, PlanError, UsageError
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -496,3 +498,28 @@ def test_a_plugin_stays_beside_its_companion(folder):
             return (Helper(),)
 
     assert planned(folder, plugins=[Helped(), *plugins_of(("tp", "pp"))]).plugins.count("helper") == 1
+
+
+def test_a_layout_is_held_against_the_runtime_that_it_will_have():
+    """More groups than a graph of the XLA path may have, on an instance that trains natively with torch 2.13."""
+    from neuron_accel_plan.layout import Planner
+    from transformers import LlamaConfig
+
+    from neuron_accel import find_instance
+
+    kinds = [AxisKind.MODEL, AxisKind.SEQUENCE, AxisKind.STAGE, AxisKind.DATA, *[AxisKind.MODEL] * 3]
+
+    class FurtherAxes(StrategyPlugin):
+        spec = PluginSpec(name="further", phase=Phase.LAYOUT)
+
+        def axes(self):
+            return tuple(AxisSpec(name=f"a{n}", degree=2, kind=kind) for n, kind in enumerate(kinds))
+
+    def plan_on(instance):
+        planner = Planner(LlamaConfig(), world_size=128, global_batch=128, sequence=8, instance=instance)
+        return planner.make_plan([FurtherAxes()])
+
+    with pytest.raises(PlanError, match=r"in 15 ways, and trn1\.32xlarge allows 12"):
+        plan_on("trn1.32xlarge")
+    if find_instance("trn2.48xlarge").runtime(version("torch")) > (2, 33):  # torch 2.9 has the XLA path only
+        assert plan_on("trn2.48xlarge").mesh.world_size == 128

@@ -10,7 +10,7 @@ from neuron_accel.backends.select import Decision
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.planner import make_plan
 from neuron_accel.errors import ConfigurationError, PlanError
-from neuron_accel.neuron import INSTANCES, find_instance
+from neuron_accel.neuron import INSTANCES, environment, find_instance
 from neuron_accel.neuron.environment import hardware_of_run
 from neuron_accel.neuron.instances import detect_instance, most_partitions
 
@@ -239,6 +239,16 @@ def test_newer_runtimes_allow_more_ways():
         trn2.hardware().check_mesh(mesh)
     trn2.hardware(runtime=(2, 34)).check_mesh(mesh)
     assert [most_partitions(runtime) for runtime in ((2, 33), (2, 34), (2, 35))] == [12, 16, 16]
-    native, xla = (Decision(backend=b, device=d, reason="") for b, d in (("torch", "neuron"), ("xla", "xla")))
-    environ = {"NEURON_ACCEL_INSTANCE": "trn2.48xlarge"}
-    assert [hardware_of_run(environ, way).partitions for way in (native, xla)] == [16, 12]
+    trained = ("2.9.1", "2.13.0+cpu", "2.14.0", "3.0.0")
+    assert [trn2.runtime(torch) for torch in trained] == [(2, 33), (2, 35), (2, 35), (2, 35)]
+    assert find_instance("trn1.32xlarge").runtime("2.13.0") == (2, 33), "the native device does not support it"
+
+
+@pytest.mark.parametrize(
+    ("device", "torch", "most"),
+    [("neuron", "2.13.0", 16), ("xla", "2.13.0", 12), ("cpu", "2.13.0", 16), ("cpu", "2.9.1", 12)],
+)
+def test_the_limits_of_a_run_are_those_of_its_runtime(device, torch, most, monkeypatch):
+    monkeypatch.setattr(environment, "version", lambda name: torch)
+    way = Decision(backend="xla" if device == "xla" else "torch", device=device, reason="")
+    assert hardware_of_run({"NEURON_ACCEL_INSTANCE": "trn2.48xlarge"}, way).partitions == most

@@ -262,7 +262,8 @@ class Planner:
         Raises:
             PlanError: if they cannot run together, on this many ranks or on the instance.
         """
-        hardware = None if self.instance is None else self.instance.hardware()
+        kind = self.instance
+        hardware = None if kind is None else kind.hardware(runtime=kind.runtime(torch.__version__))
         return dry_plan(plugins, world_size=self.world_size, hardware=hardware)
 
     def count(
