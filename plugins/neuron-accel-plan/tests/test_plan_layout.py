@@ -123,7 +123,7 @@ def test_models_whose_blocks_differ_run_at_full_depth():
     from transformers import LlamaConfig, Qwen3Config
 
     alike = LlamaConfig(num_hidden_layers=5, vocab_size=256, **SIZE)
-    assert _alike_blocks(alike, model_without_weights(alike)) == "model.layers"
+    assert _alike_blocks(alike, model_without_weights(alike)) == ("model.layers", 1)
     mixed = Qwen3Config(
         num_hidden_layers=5,
         vocab_size=256,
@@ -134,9 +134,33 @@ def test_models_whose_blocks_differ_run_at_full_depth():
         **SIZE,
     )
     assert len(set(mixed.layer_types)) == 2
-    assert _alike_blocks(mixed, model_without_weights(mixed)) is None
+    assert _alike_blocks(mixed, model_without_weights(mixed)) == (None, 1)
     shallow = LlamaConfig(num_hidden_layers=3, vocab_size=256, **SIZE)
-    assert _alike_blocks(shallow, model_without_weights(shallow)) is None
+    assert _alike_blocks(shallow, model_without_weights(shallow)) == (None, 1)
+
+
+def of_turns(kind):
+    """Attention in a window and to all tokens by turns, or every other block with experts, which are larger."""
+    from transformers import GptOssConfig, Qwen3MoeConfig
+
+    size = {**SIZE, "num_hidden_layers": 8, "vocab_size": 256, "head_dim": 8, "max_position_embeddings": 128}
+    if kind == "windows":
+        return GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **size)
+    return Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, decoder_sparse_step=2, **size)
+
+
+@pytest.mark.parametrize("kind", ["windows", "experts"])
+def test_blocks_that_take_turns_stand_for_many(kind):
+    from neuron_accel_plan.layout import Planner
+
+    planner = Planner(of_turns(kind), world_size=8, global_batch=8, sequence=64, instance="trn1.32xlarge")
+    assert (planner.blocks, planner.depths) == ("model.layers", (2, 4))
+    few, all_ = (planner.count([], full_depth=deep, quick=True) for deep in (False, True))
+    assert few.extrapolated
+    assert not all_.extrapolated
+    assert (few.step.operations, few.step.weights) == (all_.step.operations, all_.step.weights)
+    assert few.step.peak.total == pytest.approx(all_.step.peak.total, rel=0.01)
+    assert few.step.peak.moment.module == all_.step.peak.moment.module
 
 
 def test_operations_are_those_of_the_experts_that_a_token_visits():
@@ -342,6 +366,25 @@ def test_changes_that_need_less_memory_are_counted(folder, monkeypatch):
     assert found["activation_checkpointing"] == pytest.approx(recomputed, rel=0.05)
     text = "\n".join(plan_command.describe_changes(changes))
     assert sorted(found, key=lambda what: text.index(f"\n{what}")) == [*found]
+
+
+def test_a_change_that_the_model_cannot_run_is_left_out_and_a_fault_of_ours_is_not(folder, monkeypatch):
+    from neuron_accel_plan import changes, layout
+    from neuron_accel_plan.search import Layout
+    from transformers import LlamaForCausalLM
+
+    def refuses(*args, **kwargs):
+        raise RuntimeError("this attention does not run so")
+
+    planner = layout.Planner(folder, world_size=8, global_batch=16, sequence=64, instance="trn1.32xlarge")
+    counted, tried = planner.count([], quick=True), Layout(plugins=(), accumulation=1)
+    monkeypatch.setattr(changes, "offering", lambda: [])
+    with monkeypatch.context() as patched:
+        patched.setattr(LlamaForCausalLM, "forward", refuses)
+        assert changes.smaller(planner, counted, tried) == []
+    monkeypatch.setattr(layout, "count_step", None)
+    with pytest.raises(TypeError, match="not callable"):
+        changes.smaller(planner, counted, tried)
 
 
 def test_what_fits_leaves_a_reserve(folder):

@@ -32,7 +32,7 @@ from neuron_accel.contract import (
 from neuron_accel_plan.calibration import Machine, reserve_of
 from neuron_accel_plan.graphs import Finding, findings
 from neuron_accel_plan.shapes import Results
-from neuron_accel_plan.step import DEPTHS, StepCount, count_step, extrapolate, repeat
+from neuron_accel_plan.step import StepCount, count_step, depths_of, extrapolate, repeat
 from neuron_accel_plan.time import StepTime, predict_time
 
 if TYPE_CHECKING:
@@ -246,7 +246,8 @@ class Planner:
         self._options = {k: v for k, v in (options or {}).items() if k != "gradient_accumulation_steps"}
         self.model = model_without_weights(self.config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.blocks = _alike_blocks(self.config, self.model)
+        self.blocks, period = _alike_blocks(self.config, self.model)
+        self.depths = depths_of(period, self.layers)
         self._counts: dict[str, StepCount] = {}
         self._results = Results()
         self._own_operations: int | None = None
@@ -342,7 +343,9 @@ class Planner:
             alone = copy.copy(self)
             alone.instance, alone.config = None, copy.deepcopy(self.config)
             _set_experts(alone.config, "grouped_mm")
-            self._own_operations = extrapolate(alone.shallow([]), self.layers, self.blocks, 0).operations
+            self._own_operations = extrapolate(
+                alone.shallow([]), self.layers, self.blocks, 0, self.depths
+            ).operations
         return step.operations * self.world_size / (self._own_operations * self.global_batch)
 
     def accumulations(self, plugins: Sequence[StrategyPlugin]) -> list[int]:
@@ -356,7 +359,7 @@ class Planner:
 
     def shallow(self, plugins: Sequence[StrategyPlugin], rows: int = 1) -> list[StepCount]:
         """Counts a first step of ``rows`` samples for each data-parallel rank, on the smallest mesh with these plugins,
-        of models with each number of blocks in :data:`~neuron_accel_plan.step.DEPTHS`.
+        of models with each number of blocks in ``depths``.
 
         Raises:
             NeuronAccelError: if that is not possible.
@@ -374,7 +377,7 @@ class Planner:
         plan = small.make_plan(plugins)
         return [
             small._dry(_Run(plan.plugins, rank=0, accumulation=1, rows=rows, depth=depth, warm_up=False))
-            for depth in DEPTHS
+            for depth in self.depths
         ]
 
     def space(self, plugins: Sequence[StrategyPlugin]) -> LayoutSpace:
@@ -427,14 +430,14 @@ class Planner:
 
         def with_depths(plugins: tuple[StrategyPlugin, ...], accumulation: int, rows: int) -> StepCount:
             shallow = []
-            for depth in DEPTHS:
+            for depth in self.depths:
                 staged = plugins
                 if pipeline is not None:
                     number = rows // rows_each
                     staged = tuple(plugin.with_stages(self.blocks or "", sizes(depth), number) for plugin in plugins)
                 blocks = sum(map(sum, sizes(depth)))
                 shallow.append(self._run(_Run(staged, rank, accumulation, rows, depth=blocks, warm_up=warm_up)))
-            return extrapolate(shallow, sum(own) / len(own), self.blocks or "", last - 1)
+            return extrapolate(shallow, sum(own) / len(own), self.blocks or "", last - 1, self.depths)
 
         rows_each = 0 if stages is None else rows // stages.microbatches
         if stages is None or accumulation > 1:
@@ -659,24 +662,32 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 
 def _with_depth(config: Any, depth: int) -> Any:
+    """A copy of a configuration, of a model with so many blocks."""
     shallow = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # an entry for each block
+            setattr(shallow, name, value[:depth])
     shallow.num_hidden_layers = depth
-    if isinstance(getattr(shallow, "layer_types", None), list):
-        shallow.layer_types = shallow.layer_types[:depth]
     return shallow
 
 
-def _alike_blocks(config: Any, full: nn.Module) -> str | None:
-    """FQN of the list of the model's blocks, if they are alike and more than those that are run; else None."""
+def _alike_blocks(config: Any, full: nn.Module) -> tuple[str | None, int]:
+    """FQN of the list of the model's blocks and after how many of them their kinds repeat, 1 if all are alike; None if
+    they do not, or there are no more blocks than would be run."""
     from torch import nn
 
     depth = getattr(config, "num_hidden_layers", None)
-    kinds = getattr(config, "layer_types", None) or [None]
     lists = [
         name for name, module in full.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth
     ]
-    if not isinstance(depth, int) or depth <= max(DEPTHS) or len(set(kinds)) > 1 or len(lists) != 1:
-        return None
+    if not isinstance(depth, int) or len(lists) != 1:
+        return None, 1
     found = full.get_submodule(lists[0]).children()
-    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in found]
-    return lists[0] if all(shape == shapes[0] for shape in shapes) else None
+    kinds = getattr(config, "layer_types", None) or [None] * depth
+    blocks = [(kind, [(name, p.shape) for name, p in block.named_parameters()]) for kind, block in zip(kinds, found, strict=False)]
+    for period in range(1, depth):
+        if max(depths_of(period, depth)) >= depth:
+            break
+        if blocks[period:] == blocks[:-period]:
+            return lists[0], period
+    return None, 1

@@ -45,7 +45,7 @@ from neuron_accel.contract import (
 )
 from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
 from neuron_accel_plan.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
-from neuron_accel_plan.step import DEPTHS, StepCount, extrapolate
+from neuron_accel_plan.step import StepCount, extrapolate
 from neuron_accel_plan.time import (
     PASSES,
     PRODUCTS,
@@ -339,10 +339,10 @@ class _Line:
     block: float
 
     @classmethod
-    def through(cls, few: float, more: float) -> _Line:
-        """From the numbers of models with :data:`DEPTHS` blocks."""
-        block = (more - few) / (DEPTHS[1] - DEPTHS[0])
-        return cls(few - DEPTHS[0] * block, block)
+    def through(cls, depths: tuple[int, int], few: float, more: float) -> _Line:
+        """From the numbers of models with so many blocks."""
+        block = (more - few) / (depths[1] - depths[0])
+        return cls(few - depths[0] * block, block)
 
     def of_model(self, blocks: int) -> float:
         return self.base + blocks * self.block
@@ -352,8 +352,10 @@ class _Times:
     """Seconds of a micro-batch, from a sample, without what it waits for over ranks that average gradients: that is
     once in a step."""
 
-    def __init__(self, counts: Sequence[StepCount], machine: Machine, averaging: frozenset[str]) -> None:
-        self._counts, self._machine = counts, machine
+    def __init__(
+        self, counts: Sequence[StepCount], depths: tuple[int, int], machine: Machine, averaging: frozenset[str]
+    ) -> None:
+        self._counts, self._depths, self._machine = counts, depths, machine
         waits = {f"{WAITING} {axis}" for axis in averaging}
         spent = [
             {what: seconds for what, seconds in spent_seconds(count, machine).items() if what[1] not in waits}
@@ -362,7 +364,7 @@ class _Times:
 
         def line(phases: Iterable[str], parts: Callable[[str], bool] = lambda part: True) -> _Line:
             sums = [sum(s for (phase, part), s in each.items() if phase in phases and parts(part)) for each in spent]
-            return _Line.through(*sums)
+            return _Line.through(depths, *sums)
 
         phases = {phase for each in spent for phase, _ in each}
         self.passes = line(PASSES)
@@ -370,12 +372,14 @@ class _Times:
         self.products = line(PASSES, lambda part: part == PRODUCTS)
         self.rest = line(phases - {*PASSES})
         self._others = line(PASSES, lambda part: part != PRODUCTS and not part.startswith(WAITING))
-        self.operations = _Line.through(*(count.operations for count in counts))
-        self.weights = _Line.through(*(count.weights for count in counts))
+        self.operations = _Line.through(depths, *(count.operations for count in counts))
+        self.weights = _Line.through(depths, *(count.weights for count in counts))
 
     def of_more(self, times: float) -> tuple[_Line, _Line]:
         """What the passes, and their products, of a micro-batch that is so much larger are not below."""
-        products = _Line.through(*(multiplying_seconds(count, self._machine, times) for count in self._counts))
+        products = _Line.through(
+            self._depths, *(multiplying_seconds(count, self._machine, times) for count in self._counts)
+        )
         return _Line(products.base + self._others.base, products.block + self._others.block), products
 
 
@@ -577,7 +581,9 @@ class _Searcher:
         if (repr(sample), own) not in self._sizes:
             shallow = self._samples[repr(sample)]
             assert not isinstance(shallow, str)
-            self._sizes[repr(sample), own] = extrapolate(shallow, own, self._planner.blocks or "", own - 1)
+            self._sizes[repr(sample), own] = extrapolate(
+                shallow, own, self._planner.blocks or "", own - 1, self._planner.depths
+            )
         count = self._sizes[repr(sample), own]
         kept = 1.0 if stages is None else max(stages.in_flight) / len(stages.blocks[0])
         parts = _sharded(layout)
@@ -638,7 +644,7 @@ class _Searcher:
             averaging = {axis.name for plugin in sample.family for axis in plugin.axes() if axis.kind in _AVERAGING}
             axes = {m.axis for count in counts for _, trace in count.traces for m in trace.messages}
             waits = frozenset(axis for axis in axes if averaging & {*axis.split(" x ")})
-            self._times[key] = _Times(counts, self._machine, waits)
+            self._times[key] = _Times(counts, self._planner.depths, self._machine, waits)
         return self._times[key]
 
     def _reduction(self, layout: Layout, weights: float) -> float:

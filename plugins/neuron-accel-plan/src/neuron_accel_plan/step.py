@@ -242,27 +242,41 @@ block, before and after the blocks is followed separately in each phase: between
 evenly, so that the peak is at one of the two."""
 
 
-def extrapolate(counts: Sequence[StepCount], depth: float, blocks: str, last: int) -> StepCount:
+def depths_of(period: int, depth: int) -> tuple[int, int]:
+    """Returns the numbers of blocks that are run of a model with ``depth`` blocks whose kinds take turns, such as
+    attention in a window and to all tokens: at least one of each, ending as the model does, and one more of each.
+    Memory is followed at the last of each kind."""
+    few = max(DEPTHS[0], period)
+    few += (depth - few) % period
+    return few, few + period
+
+
+def extrapolate(
+    counts: Sequence[StepCount], depth: float, blocks: str, last: int, depths: tuple[int, int] = DEPTHS
+) -> StepCount:
     """Returns the count of a rank with more blocks.
 
     Args:
-        counts: of the same model with each number of blocks in :data:`DEPTHS`, in each stage of the rank.
+        counts: of the same model with each number of blocks in ``depths``, in each stage of the rank.
         depth: number of blocks in each stage of the rank; their mean, if they differ.
         blocks: FQN of the list of blocks.
         last: index of the rank's last block, for moments.
+        depths: see :func:`depths_of`.
     """
     few, more = counts
+    period = depths[1] - depths[0]
+    steps = (depth - depths[0]) / period
 
     def at(first: int, second: int) -> int:
-        return first + round((second - first) * (depth - DEPTHS[0]))
+        return first + round((second - first) * steps)
 
-    places = [_by_place(count, blocks) for count in counts]
+    places = [_by_place(count, blocks, period) for count in counts]
     peaks = []
     for place in (place for place in places[0] if place in places[1]):
         first, second = (found[place] for found in places)
-        least = second.parts if depth >= DEPTHS[1] else dict.fromkeys(PARTS, 0)
+        least = second.parts if depth >= depths[1] else dict.fromkeys(PARTS, 0)
         parts = {part: max(least[part], at(first.parts[part], second.parts[part])) for part in PARTS}
-        peaks.append(Peak(_moved(second.moment, last if place[2].startswith("last") else None, blocks), parts))
+        peaks.append(Peak(_moved(second.moment, None if place[3] is None else last - place[3], blocks), parts))
     flows = [{_kind(flow): flow for flow in count.flows} for count in counts]
     return StepCount(
         peaks=tuple(peaks),
@@ -283,7 +297,7 @@ def extrapolate(counts: Sequence[StepCount], depth: float, blocks: str, last: in
         noted=more.noted,
         traces=tuple(
             (factor * weight, trace)
-            for factor, count in zip((DEPTHS[1] - depth, depth - DEPTHS[0]), counts, strict=True)
+            for factor, count in zip((1 - steps, steps), counts, strict=True)
             for weight, trace in count.traces
         ),
     )
@@ -338,24 +352,29 @@ def _kind(flow: Flow) -> tuple[str, str, int, str]:
     return flow.op, flow.axis, flow.ranks, flow.dtype
 
 
-def _by_place(count: StepCount, blocks: str) -> dict[tuple[str, int, str], Peak]:
-    """The largest peak of each phase of each micro-batch before, after, and in the first and the last block of each of
-    the rank's stages, which are runs of neighbouring blocks."""
-    found: dict[tuple[str, int, str], Peak] = {}
+_Place = tuple[str, int, str, "int | None"]
+"""Phase, micro-batch, where in the model, and how many blocks before the last one of a stage, if it is near to that."""
+
+
+def _by_place(count: StepCount, blocks: str, period: int) -> dict[_Place, Peak]:
+    """The largest peak of each phase of each micro-batch before, after, and in the first and the last block, or the
+    last of each kind, of each of the rank's stages, which are runs of neighbouring blocks."""
+    found: dict[_Place, Peak] = {}
     starts = [index for index in count.blocks if index - 1 not in count.blocks]
     ends = [index for index in count.blocks if index + 1 not in count.blocks]
     for peak in count.peaks:
         index = _block(peak.moment, blocks)
+        places: list[tuple[str, int | None]]
         if index is None:
-            place = "after" if peak.moment.passed else "before"
-        elif index in starts or index in ends:
-            place = f"first {starts.index(index)}" if index in starts else f"last {ends.index(index)}"
+            places = [("after" if peak.moment.passed else "before", None)]
         else:
-            continue
-        key = peak.moment.phase, peak.moment.time, place
-        known = found.get(key)
-        if known is None or peak.total > known.total:
-            found[key] = peak
+            places = [(f"first {stage}", None) for stage, start in enumerate(starts) if index == start]
+            places += [(f"last {n}", end - index) for n, end in enumerate(ends) if end - period < index <= end]
+        for place in places:
+            key = peak.moment.phase, peak.moment.time, *place
+            known = found.get(key)
+            if known is None or peak.total > known.total:
+                found[key] = peak
     return found
 
 
