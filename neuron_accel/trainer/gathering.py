@@ -61,15 +61,32 @@ def check_gathering(trainer: type, args: Any, accelerator: NeuronAccelerator) ->
 
 
 def _gathering_method(trainer: type) -> str | None:
-    """Name of a method of the class that gathers by a function of Accelerate and uses ``process_index``."""
-    for owner in trainer.__mro__:
-        for name, value in vars(owner).items():
+    """Name of a method of the class, or of a class or function of its module that it uses, that gathers by a function
+    of Accelerate and uses ``process_index``."""
+    pending: list[Any] = list(trainer.__mro__)
+    for owner in pending:  # it grows
+        members = vars(owner) if isinstance(owner, type) else {"": owner}
+        for name, value in members.items():
             function = inspect.unwrap(value) if callable(value) else value
             used = getattr(function, "__code__", None)
-            if used is None or "process_index" not in used.co_names:
+            if used is None:
                 continue
-            names = {step.argval for step in dis.get_instructions(used) if step.opname == "LOAD_GLOBAL"}
-            known = [function.__globals__.get(each) for each in names]
-            if any(each is gather or each is gather_object for each in known):
-                return f"{owner.__name__}.{name}"
+            if "process_index" in used.co_names and _gathers(function):
+                return f"{owner.__name__}.{name}".rstrip(".")
+            helpers = [function.__globals__.get(each) for each in used.co_names]
+            pending += [each for each in helpers if _is_of(owner.__module__, each) and each not in pending]
     return None
+
+
+def _gathers(function: Any) -> bool:
+    used = function.__code__
+    names = {step.argval for step in dis.get_instructions(used) if step.opname == "LOAD_GLOBAL"}
+    known = [function.__globals__.get(each) for each in names]
+    imports = any(each.partition(".")[0] == "accelerate" for each in used.co_names)  # in the function itself
+    return any(each is gather or each is gather_object for each in known) or (
+        imports and not {"gather", "gather_object"}.isdisjoint(used.co_names)
+    )
+
+
+def _is_of(module: str, value: Any) -> bool:
+    return (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module

@@ -40,6 +40,48 @@ class Derived(Prompts):
     pass
 
 
+class Builder:
+    """What SDPO has beside its trainer."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def rows(self, mine):
+        return gather_object(mine)[self.trainer.accelerator.process_index]
+
+
+class Builds:
+    def __init__(self):
+        self.builder = Builder(self)
+
+
+def take_mine(accelerator, rows):
+    return gather(rows)[accelerator.process_index]
+
+
+class Calls:
+    accelerator = None
+
+    def rows(self, mine):
+        return take_mine(self.accelerator, mine)
+
+
+class Imports:
+    accelerator = None
+
+    def rows(self, mine):
+        from accelerate.utils import gather_object as all_of
+
+        return all_of(mine)[self.accelerator.process_index]
+
+
+class Names:
+    accelerator = None
+
+    def rows(self, mine):
+        return accelerate.utils.gather(mine)[self.accelerator.process_index]
+
+
 class OnlyLogs:
     accelerator = args = None
 
@@ -66,6 +108,16 @@ def test_rows_of_all_processes_are_no_rows_of_samples(trainer):
     check(trainer, 4, 4)
     check(trainer, 1, 1)
     check(trainer, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "method"),
+    [(Builds, "Builder.rows"), (Calls, "take_mine"), (Imports, "Imports.rows"), (Names, "Names.rows")],
+)
+def test_what_a_trainer_uses_counts_too(trainer, method):
+    with pytest.raises(UsageError, match=f"{trainer.__name__} would train on samples of other ranks") as caught:
+        check(trainer, 2, 4)
+    assert method in str(caught.value)
 
 
 def test_one_group_with_the_same_samples_counts_them_once():
