@@ -305,7 +305,7 @@ class PreparedScheduler(AcceleratedScheduler):
         as after an evaluation, every metric does."""
         if self.step_with_optimizer and self._accumulating() and not self.gradient_state.sync_gradients:
             return
-        metric = float(metrics)
+        metric = float(self._run.backend.to_host(metrics) if isinstance(metrics, torch.Tensor) else metrics)
         self._stepping((None, *args), kwargs)
         self.scheduler.step(self._agreed(metric), *args, **kwargs)
 

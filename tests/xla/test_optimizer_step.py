@@ -114,3 +114,28 @@ def shards_what_its_optimizer_needs_in_full():
 def test_an_optimizer_of_full_parameters_is_refused_with_tensor_parallelism():
     with pytest.raises(RanksError, match="UsageError: Adafactor needs full parameters, and some are sharded"):
         run_ranks(shards_what_its_optimizer_needs_in_full, 2, backend="xla")
+
+
+def follows_a_plateau():
+    """Learning rates of a scheduler whose metric the ranks have still to compute together."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"backend": "xla"})
+    with one_at_a_time():
+        model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    rates = []
+    for rows in range(1, 4):
+        loss = model(torch.ones(rows, 4, device=accelerator.device)).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(accelerator.reduce(rows + 0 * loss.detach(), "mean"))
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_a_metric_is_computed_by_all_ranks_together():
+    assert run_ranks(follows_a_plateau, 2, backend="xla", timeout=110) == [[0.5, 0.25, 0.125]] * 2
