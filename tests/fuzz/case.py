@@ -167,6 +167,8 @@ WRITES = {
 """What loops do to a parameter ``p``, or to those of a ``model`` or an ``optimizer``."""
 BY_PLACE = ("view", "rows")
 """Of these, those that ranks with a shard of a parameter do to other elements than one process does."""
+ON_HOST = ("numpy",)
+"""Those that need memory on the host."""
 LINEAR = tuple(road for road in EDITS if road not in ("data", "dropped"))
 """Edits that mean the same for the gradients of one rank and for their mean."""
 WRAPPERS = ("lookahead", "average", "schedule-free", "sam", "sam closure")
@@ -549,7 +551,7 @@ def _draw_between(fields: dict[str, Any], mesh: Composition) -> None:
     if fields["model"].startswith("llama"):
         one_of("kv_heads", 0.5, (1, 2, 4))
     others = any(fields.get(name) for name in ("uneven", "compiled", "half", "own_masks"))
-    if fields["loop"] != "plain" or others or fields["backend"] == "xla":
+    if fields["loop"] != "plain" or others:
         return
     if fields["model"] in ("complex", "odd", *PARAMETRIZED):
         return
@@ -557,7 +559,8 @@ def _draw_between(fields: dict[str, Any], mesh: Composition) -> None:
     simple = not fields.get("masked") and not fields.get("two_backwards")
 
     def roads(table: Iterable[str]) -> list[str]:
-        return [road for road in table if not (sliced and road in BY_PLACE)]
+        left_out = (*(BY_PLACE if sliced else ()), *(ON_HOST if fields["backend"] == "xla" else ()))
+        return [road for road in table if road not in left_out]
 
     one_of("wraps", 0.3, WRAPPERS)
     if fields.get("wraps"):
@@ -644,7 +647,8 @@ def _for_xla(fields: dict[str, Any], mesh: Composition) -> dict[str, Any]:
         "loader": loader if loader in ("map", "sampler", "tensors", "collate") else "map",
         "workers": 0,
         "recompute": False,  # torch.utils.checkpoint knows no XLA devices
-        "model": "mlp" if fields["model"] in ("sometimes", "spectral_norm") else fields["model"],
+        # torch_xla's GRU is traced by torch.fx, which ranks that are threads cannot do at the same time
+        "model": {"sometimes": "mlp", "spectral_norm": "mlp", "gru": "lstm"}.get(fields["model"], fields["model"]),
         "optimizer": "AdamW" if fields["optimizer"] == "AdamW fused" else fields["optimizer"],  # not for XLA devices
         # torch_xla loses what AveragedModel copies (docs/xla.md).
         "average": "" if fields.get("frozen") or fields.get("freeze_at") else fields.get("average", ""),

@@ -208,6 +208,8 @@ def _seeded(case: Case, out: Lines, block: AbstractContextManager[None]) -> Iter
 def _set_up(case: Case, out: Lines) -> None:
     with _building(case, out):
         _model_and_optimizer(case, out)
+        if case.second:
+            out(f"second = {_model(case)}.requires_grad_(False).eval()")
     _scheduler(case, out)
     _loader(case, out)
     _prepare_all(case, out)
@@ -245,7 +247,7 @@ def _model_and_optimizer(case: Case, out: Lines) -> None:
 
 def _prepare_all(case: Case, out: Lines) -> None:
     if case.second:
-        out(f"second = {_model(case)}.requires_grad_(False).eval()", "second = accelerator.prepare(second)")
+        out("second = accelerator.prepare(second)")
     if case.auxiliary:
         out("seen = parts.observed(model)")
     if case.evaluate:

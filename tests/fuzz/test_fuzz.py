@@ -56,6 +56,12 @@ def test_everything_there_is_gets_drawn():
     assert {case.write_by for case in cases} == {"", *WRITES}
     assert {case.wraps for case in cases} == {"", *WRAPPERS}
     assert {case.kv_heads for case in cases} == {0, 1, 2, 4}
+    on_xla = [draw(seed, backend="xla") for seed in range(2000)]
+    assert {case.edit_by for case in on_xla} == {"", *EDITS} - {"numpy"}
+    assert {case.write_by for case in on_xla} == {"", *WRITES} - {"numpy"}
+    assert {case.wraps for case in on_xla} == {"", *WRAPPERS}
+    assert {case.clip_by for case in on_xla} == {"", "torch", "hand"}
+    assert {case.second for case in on_xla} == {False, True}
     assert not [case for case in cases if case.wraps.startswith("sam") and "drop" in case.edits + case.edit_by]
     for field in dataclasses.fields(Case):
         if field.name not in ("seed", "backend", "fault"):
