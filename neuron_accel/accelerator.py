@@ -39,7 +39,6 @@ from neuron_accel.loop.arguments import (
     check_precision,
     checked_handlers,
     checked_plugins,
-    known_names_only,
     merged_options,
     timeout_of,
     warn_of_unused_precision,
@@ -52,23 +51,27 @@ from neuron_accel.loop.gather import split_for_rank
 from neuron_accel.loop.host_barrier import wait_on_host
 from neuron_accel.loop.interruption import SIGNALS, Interruption
 from neuron_accel.loop.join import even_batches_as, join_uneven_inputs
-from neuron_accel.loop.precompile_mode import (
-    is_precompiling,
-    precompile_plugins,
+from neuron_accel.loop.methods import (
+    collective,
+    known_names_only,
     returns_false,
     returns_first_argument,
     returns_folder,
     returns_none,
-    skipped_when_precompiling,
-    skipped_without_values,
+    skipped,
+    weakly,
+)
+from neuron_accel.loop.precompile_mode import (
+    is_precompiling,
+    precompile_plugins,
     without_value_checks,
 )
 from neuron_accel.loop.prepare import NoSync
 from neuron_accel.loop.profiling import named_ranges
 from neuron_accel.loop.start import begin, check_connected
 from neuron_accel.loop.step import Step
-from neuron_accel.loop.watchdog import collective, watch
-from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler, weakly
+from neuron_accel.loop.watchdog import watch
+from neuron_accel.loop.wrappers import Owner, PreparedOptimizer, PreparedScheduler
 from neuron_accel.neuron.environment import hardware_of_run
 from neuron_accel.neuron.precision import lost_updates, set_precision_flags
 from neuron_accel.neuron.profiling import profiling_problem, set_profiling_variables
@@ -786,7 +789,7 @@ class NeuronAccelerator(Accelerator):
         self.run.join.collective_only("`reduce`")
         return values.reduce(tensor, self.run, reduction, scale)
 
-    @skipped_when_precompiling(returns_first_argument)
+    @skipped(returns_first_argument, without_values=False)
     @collective
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Pads tensors to the largest size along ``dim`` of any rank, with ``pad_index``. Collective."""
@@ -823,7 +826,7 @@ class NeuronAccelerator(Accelerator):
         if goes_first:
             self.wait_for_everyone()
 
-    @skipped_when_precompiling(returns_false)
+    @skipped(returns_false, without_values=False)
     @collective
     def check_trigger(self) -> bool:
         """Whether any process has called ``set_trigger`` since this last returned True. Collective; the result is the
@@ -1009,7 +1012,7 @@ class NeuronAccelerator(Accelerator):
         self._step.items.divide_gradients()
         return full_gradients(record, self.run)
 
-    @skipped_without_values(returns_none)
+    @skipped(returns_none)
     @collective
     def save_model(
         self,
@@ -1045,7 +1048,7 @@ class NeuronAccelerator(Accelerator):
             agreed(self.run, lambda: upload_folder(folder, save_directory) if self.is_main_process else None)
         self.wait_for_everyone()
 
-    @skipped_without_values(returns_folder)
+    @skipped(returns_folder)
     @collective
     @known_names_only
     def save_state(
@@ -1087,7 +1090,7 @@ class NeuronAccelerator(Accelerator):
             check_equal=check_equal,
         )
 
-    @skipped_without_values(lambda *_, **__: Resumed())
+    @skipped(lambda *_, **__: Resumed())
     @collective
     @known_names_only
     def load_state(
@@ -1202,7 +1205,7 @@ class NeuronAccelerator(Accelerator):
         )
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-    @skipped_without_values(returns_none)
+    @skipped(returns_none)
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Writes an object on the main process, as Accelerate does."""
         super().save(*args, **kwargs)

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
@@ -28,10 +27,7 @@ from neuron_accel.engine.plan.config import RunConfig, load_config, option_type
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
 from neuron_accel.engine.plan.registry import Registry
 from neuron_accel.engine.plan.source import Location
-from neuron_accel.errors import ConfigurationError, UsageError, did_you_mean
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from neuron_accel.errors import ConfigurationError, UsageError
 
 
 class _NotGiven:
@@ -70,35 +66,6 @@ _CHECKED = (
     "device_placement",
     "step_scheduler_with_optimizer",
 )
-
-
-def known_names_only(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a constructor or a method such that an unknown argument raises an error with the most similar name.
-
-    The error is a ConfigurationError for a constructor and a UsageError for a method.
-    """
-    parameters = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.kind is not p.VAR_KEYWORD]
-    names = [p.name for p in parameters]
-    by_position = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
-    makes = function.__name__ == "__init__"
-    subject, where = ("NeuronAccelerator", _WHERE) if makes else (f"`{function.__name__}`", f"{function.__name__}(...)")
-    error = ConfigurationError if makes else UsageError
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in names:
-                raise error(f"{name!r} is not an option of {subject}.", where=where, fix=did_you_mean(name, names))
-        if len(args) - 1 > by_position:
-            raise error(
-                f"{subject} takes {'no' if not by_position else f'at most {by_position}'} positional arguments, but "
-                f"got {args[by_position + 1]!r}.",
-                where=where,
-                fix=f"pass it by name: {', '.join(names[by_position : by_position + 3])}, ...",
-            )
-        return function(*args, **kwargs)
-
-    return wrapper
 
 
 class _MapLocationError(UsageError, TypeError):

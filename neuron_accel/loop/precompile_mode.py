@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import sys
@@ -165,54 +164,3 @@ def precompile_plugins(
             fix="set it to an integer of at least 1",
         )
     return [*without_value_checks(plugins), PrecompilationPlugin(max_steps=int(text), batches_per_step=accumulation)]
-
-
-def skipped_when_precompiling(result: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorates a method of an accelerator that does nothing in a run that only collects graphs.
-
-    Args:
-        result: computes from the method's arguments what it returns then.
-    """
-
-    def decorate(method: F) -> F:
-        @functools.wraps(method)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return result(*args, **kwargs) if self.is_precompiling else method(self, *args, **kwargs)
-
-        return wrapper  # type: ignore[return-value]  # it has the signature of the method
-
-    return decorate
-
-
-def skipped_without_values(result: Callable[..., Any]) -> Callable[[F], F]:
-    """As :func:`skipped_when_precompiling`, for a method that saves or loads values: it does nothing in a dry run
-    either."""
-
-    def decorate(method: F) -> F:
-        @functools.wraps(method)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            has_none = self.is_precompiling or not self.run.backend.has_values
-            return result(*args, **kwargs) if has_none else method(self, *args, **kwargs)
-
-        return wrapper  # type: ignore[return-value]  # it has the signature of the method
-
-    return decorate
-
-
-def returns_none(*_: Any, **__: Any) -> None:
-    """The result of methods that return None."""
-
-
-def returns_false(*_: Any, **__: Any) -> bool:
-    """The result of methods that return a bool."""
-    return False
-
-
-def returns_folder(output_dir: Any = None, *_: Any, **__: Any) -> str:
-    """The result of methods that return the folder that they wrote."""
-    return "" if output_dir is None else os.fspath(output_dir)
-
-
-def returns_first_argument(tensor: Any, *_: Any, **__: Any) -> Any:
-    """The result of methods that return a changed copy of their first argument."""
-    return tensor

@@ -9,7 +9,6 @@ slow, and nothing is printed.
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -31,31 +30,14 @@ if TYPE_CHECKING:
     from neuron_accel.backends.board import Board
     from neuron_accel.engine.runtime.run import Run
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 VARIABLE = "NEURON_ACCEL_WAIT_WARNING_S"
 DEFAULT_S = 10.0
 THREAD_NAME = "neuron_accel-watchdog"
 """Name of the watchdog's thread, which lives until `end_training`."""
 _ANSWER_S = 2.0
-_CHECKPOINTS = frozenset({"save_state", "load_state", "save_model", "get_state_dict"})
-"""Methods whose time belongs to checkpoints."""
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (str(Path(torch.__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep, "<")
 """Prefixes of file names of installed packages and of Python itself."""
-
-
-def collective(method: F) -> F:
-    """Decorates a method of an accelerator that every rank has to call, so that the watchdog records its calls."""
-
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = method.__name__
-        part = "checkpoint" if name in _CHECKPOINTS else None
-        with self.run.events.open(name, "call", part=part):
-            return method(self, *args, **kwargs)
-
-    return wrapper  # type: ignore[return-value]
 
 
 class Answer(NamedTuple):

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -18,12 +18,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from neuron_accel.engine.optim.state import each_optimizer
 from neuron_accel.errors import ParameterError, UsageError
 from neuron_accel.loop.lazy_step import LazyStep
+from neuron_accel.loop.methods import weakly
 
 if TYPE_CHECKING:
     from neuron_accel.engine.runtime.run import Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
-
-T = TypeVar("T")
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -198,18 +197,6 @@ class _State(dict[str, Any]):
 
 def _nothing() -> None:
     """``gradients_complete`` of a copy, whose gradients are not reduced."""
-
-
-def weakly(method: Callable[..., T], otherwise: T | None = None) -> Callable[..., T]:
-    """Returns a function that calls a bound method and does not keep its object, so that this is freed with its last
-    user; afterwards it returns ``otherwise``."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = reference()
-        return otherwise if bound is None else bound(*args, **kwargs)
-
-    return call
 
 
 class Owner:
