@@ -226,7 +226,7 @@ class LayoutSpace:
         data = (AxisKind.DATA, AxisKind.REPLICA)
         return self.replicas * math.prod(axis.degree for axis in self._axes if axis.kind in data)
 
-    @property
+    @functools.cached_property
     def _axes(self) -> tuple[AxisSpec, ...]:
         return tuple(axis for plugin in self.chosen for axis in plugin.axes())
 

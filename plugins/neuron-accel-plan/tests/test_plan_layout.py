@@ -378,7 +378,7 @@ def test_a_change_that_the_model_cannot_run_is_left_out_and_a_fault_of_ours_is_n
 
     planner = layout.Planner(folder, world_size=8, global_batch=16, sequence=64, instance="trn1.32xlarge")
     counted, tried = planner.count([], quick=True), Layout(plugins=(), accumulation=1)
-    monkeypatch.setattr(changes, "offering", lambda: [])
+    monkeypatch.setattr(changes, "offering", list)
     with monkeypatch.context() as patched:
         patched.setattr(LlamaForCausalLM, "forward", refuses)
         assert changes.smaller(planner, counted, tried) == []

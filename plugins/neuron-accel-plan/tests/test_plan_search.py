@@ -57,21 +57,21 @@ def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, 
 
 @pytest.mark.timeout(120)
 def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, monkeypatch):
-    from neuron_accel_plan import search
+    from neuron_accel_plan import dry_runs
     from neuron_accel_plan.layout import Planner
 
     from neuron_accel import TensorParallelPlugin
 
-    monkeypatch.setattr(search, "_WORTHWHILE", 0.0)
+    monkeypatch.setattr(dry_runs, "_WORTHWHILE", 0.0)
     arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 64, "instance": "trn1.2xlarge"}
     tensor = TensorParallelPlugin(tensor_parallel_size=2)
     tasks = {
-        "sample": search._Sample((tensor,), 2),
-        "layout": search.Layout(plugins=(tensor,), accumulation=2),
-        "impossible": search.Layout(plugins=(TensorParallelPlugin(tensor_parallel_size=64),), accumulation=1),
+        "sample": dry_runs.Sample((tensor,), 2),
+        "layout": dry_runs.Layout(plugins=(tensor,), accumulation=2),
+        "impossible": dry_runs.Layout(plugins=(TensorParallelPlugin(tensor_parallel_size=64),), accumulation=1),
     }
     planner = Planner(**arguments)
-    alone, two = (search._DryRuns(planner, arguments, None, jobs) for jobs in (1, 2))
+    alone, two = (dry_runs.DryRuns(planner, arguments, None, jobs) for jobs in (1, 2))
     expected = dict(alone.answers(tasks.items(), 3))
     try:
         found = dict(two.answers(tasks.items(), 3))
@@ -88,45 +88,51 @@ def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, mon
     assert not two._processes
 
 
-@pytest.mark.parametrize(
-    ("names", "core"),
-    [
-        (("TensorParallelPlugin", "Zero1Plugin"), 22 << 20),
-        pytest.param(("PipelineParallelPlugin", "FullyShardedPlugin"), 22 << 20, marks=pytest.mark.slow),
-    ],
-    ids=["tensor", "pipeline"],
-)
-@pytest.mark.timeout(300)
-def test_a_search_finds_what_counting_all_layouts_finds(folder, monkeypatch, names, core):
+WORLDS = {
+    "tensor": (("TensorParallelPlugin", "Zero1Plugin"), 4, 22 << 20),
+    "recomputed": (("ActivationCheckpointingPlugin", "ChunkedLossPlugin"), 2, 8 << 20),
+    "pipeline": (("PipelineParallelPlugin", "FullyShardedPlugin"), 2, 22 << 20),
+}
+"""Plugins that offer layouts, samples in a step, and bytes of a core, which some layouts exceed."""
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.timeout(180)
+def test_a_search_finds_what_counting_all_layouts_finds(folder, monkeypatch, world):
     """Every layout is counted and predicted: those that fit, in order, are what the search finds, and nothing is
     faster than its bound."""
-    from neuron_accel_plan import search
+    from neuron_accel_plan import candidates, dry_runs, search
     from neuron_accel_plan.layout import Planner
 
     import neuron_accel
     from neuron_accel import Instance, find_instance
 
-    monkeypatch.setattr(search, "offering", lambda: [getattr(neuron_accel, name) for name in names])
+    names, batch, core = WORLDS[world]
+    monkeypatch.setattr(candidates, "offering", lambda: [getattr(neuron_accel, name) for name in names])
     monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: core)
-    arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 128, "instance": "trn1.2xlarge"}
+    arguments = {"model": folder, "world_size": 2, "global_batch": batch, "sequence": 128, "instance": "trn1.2xlarge"}
     planner = Planner(**arguments)
-    dry_runs = search._DryRuns(planner, arguments, None, 1)
-    searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), dry_runs, None, lambda done, total: None)
+    runs = dry_runs.DryRuns(planner, arguments, None, 1)
+    searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), runs, None, lambda done, total: None)
     found, slower, ruled_out = searcher.run(3)
-    every = {str(each): planner.count(each.plugins, each.accumulation) for each in searcher._layouts()}
-    fitting = {name: counted.predict().seconds for name, counted in every.items() if counted.fits}
-    fastest = sorted(fitting, key=fitting.__getitem__)[:3]
+    every = {str(each): dry_runs.answer(planner, None, each) for each in searcher.layouts()}
+    fitting = {name: ranked for name, ranked in every.items() if isinstance(ranked, search.Ranked)}
+    assert len(fitting) > 3
+    fastest = sorted(fitting, key=lambda name: search.rank(fitting[name]))[:3]
     assert [str(ranked.layout) for ranked in found] == fastest
-    assert [ranked.time.seconds for ranked in found] == pytest.approx([fitting[name] for name in fastest])
-    assert {str(each.layout) for each in (*found, *slower)} == {*fitting}
-    assert {str(each.layout) for each in ruled_out} == {*every} - {*fitting}
+    assert [ranked.time for ranked in found] == [fitting[name].time for name in fastest]
+    assert {str(each.layout) for each in (*found, *slower)} >= {*fitting}
+    assert {str(each.layout) for each in ruled_out} <= {*every} - {*fitting}
     for each in slower:  # a bound, and one that is close: else it would save no count
-        assert 0.7 < each.seconds / fitting[str(each.layout)] <= 1 + 1e-9, each
+        if str(each.layout) in fitting:
+            assert 0.6 < each.seconds / fitting[str(each.layout)].time.seconds <= 1 + 1e-9, each
 
 
 def test_what_is_found_first_is_predicted_and_below_all_bounds(folder):
     """The first is slower than its bound, the third does not fit, and the last need not be counted."""
     from neuron_accel_plan import search
+    from neuron_accel_plan.bounds import Estimate
+    from neuron_accel_plan.dry_runs import Failed
     from neuron_accel_plan.layout import Planner
 
     from neuron_accel import find_instance
@@ -145,14 +151,13 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(folder):
                 time = replace(count.predict(), seconds=seconds or 0.0)
                 yield (
                     name,
-                    search.Ranked(layout=layout, count=count, time=time) if seconds else search._Failed("does not fit"),
+                    search.Ranked(layout=layout, count=count, time=time) if seconds else Failed("does not fit"),
                 )
 
     searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), Answers(), None, lambda done, total: None)
     layouts = {each: search.Layout(plugins=(), accumulation=int(each)) for each in taken}
     estimates = [
-        search._Estimate(layouts[each], 1, 0.0, seconds)
-        for each, seconds in zip(taken, (1.0, 1.2, 1.3, 2.0), strict=True)
+        Estimate(layouts[each], 1, 0.0, seconds) for each, seconds in zip(taken, (1.0, 1.2, 1.3, 2.0), strict=True)
     ]
     found, slower, ruled_out = searcher._best_first(estimates, 1, lambda done, more: None)
     assert asked == ["1", "2", "4"]
@@ -164,40 +169,57 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(folder):
     assert [ruled.layout for ruled in ruled_out] == [layouts["4"]]
 
 
-def test_layouts_that_keep_the_same_activations_are_judged_by_one(folder):
-    """The first is counted and does not fit; the second is not counted, and the third fits by the same correction."""
+def test_of_equal_times_the_fewest_micro_batches_are_first(folder):
+    """Whichever bound is lower: what is equal but for rounding is equal."""
     from neuron_accel_plan import search
+    from neuron_accel_plan.bounds import Estimate
     from neuron_accel_plan.layout import Planner
 
-    from neuron_accel import FullyShardedPlugin, Zero1Plugin, find_instance
+    from neuron_accel import find_instance
 
-    arguments = {"model": folder, "world_size": 2, "global_batch": 4, "sequence": 64, "instance": "trn1.2xlarge"}
-    planner, asked = Planner(**arguments), []
-    count = planner.count([])
+    planner = Planner(folder, world_size=2, global_batch=4, sequence=64, instance="trn1.2xlarge")
+    count = planner.count([], quick=True)
+    seconds = {4: 2.0, 2: 2.0 * (1 + 1e-13), 1: 2.0 * (1 - 1e-13)}
 
     class Answers:
         width = 1
 
         def answers(self, tasks, number):
             for name, layout in tasks:
-                asked.append(layout.plugins)
-                fit = search.Ranked(layout=layout, count=count, time=count.predict())
-                yield name, search._Failed("counted", 150) if len(asked) == 1 else fit
+                time = replace(count.predict(), seconds=seconds[layout.accumulation])
+                counted = replace(count, accumulation=layout.accumulation)
+                yield name, search.Ranked(layout=layout, count=counted, time=time)
 
-    plugins = [(), (Zero1Plugin(),), (FullyShardedPlugin(),)]
     searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), Answers(), None, lambda done, total: None)
-    searcher._core = 100
+    layouts = [search.Layout(plugins=(), accumulation=number) for number in seconds]
+    bounds = [1.0, 2.0, seconds[1] * (1 + 1e-12)]
     estimates = [
-        search._Estimate(search.Layout(plugins=each, accumulation=1), 1, memory, memory * -1e-9)
-        for each, memory in zip(plugins, (90, 80, 30), strict=True)
+        Estimate(layout, layout.accumulation, 0.0, bound) for layout, bound in zip(layouts, bounds, strict=True)
     ]
-    found, _, ruled_out = searcher._best_first(estimates, 1, lambda done, more: None)
-    assert asked == [plugins[0], plugins[2]]
-    assert [ranked.layout.plugins for ranked in found] == [plugins[2]]
-    assert [ruled.reason.split(";")[0] for ruled in ruled_out] == [
-        "counted",
-        "about 0.0 GiB, from one that keeps the same activations",
-    ]
+    found, _, _ = searcher._best_first(estimates, 3, lambda done, more: None)
+    assert [ranked.layout.accumulation for ranked in found] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("package", "by"), [("context_parallel", 8), ("expert_parallel", 4)])
+def test_state_is_sharded_over_all_ranks_that_average_gradients(package, by):
+    """Along a sequence, too. That of experts, which are not averaged over the ranks that hold them between them, is
+    sharded over the others: half of the state over 8 ranks, and half over 4 would be 5.3; all are experts here."""
+    from neuron_accel_plan.bounds import Bounds
+    from neuron_accel_plan.layout import Planner
+    from neuron_accel_plan.search import Layout
+    from transformers import MixtralConfig
+
+    from neuron_accel import find_instance
+    from neuron_accel.commands import load_config
+
+    pytest.importorskip(f"neuron_accel_{package}")
+    plugins = load_config({"plugins": [{package: {f"{package}_size": 2}}, "zero1"]}).plugins
+    config = MixtralConfig(num_hidden_layers=4, vocab_size=256, num_local_experts=4, num_experts_per_tok=2, **SIZE)
+    planner = Planner(config, world_size=8, global_batch=8, sequence=64, instance="trn1.32xlarge")
+    bounds = Bounds(planner, find_instance("trn1.32xlarge"), None)
+    whole = 2 * planner.parameters
+    weights = whole if package == "context_parallel" else whole / 2
+    assert bounds._sharding(Layout(plugins=tuple(plugins), accumulation=1), weights) == pytest.approx(by)
 
 
 def test_what_is_written_trains_with_the_layout(folder, tmp_path):

@@ -55,8 +55,10 @@ class ContextParallelPlugin(StrategyPlugin):
 
     @classmethod
     def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
-        """2, 4 or 8 ranks, each with two slices of at least 512 tokens."""
-        sizes = [size for size in (2, 4, 8) if space.replicas % size == 0 and space.sequence >= 1024 * size]
+        """2, 4 or 8 ranks, each with two slices of at least 2,048 tokens, or 512 if there are fewer samples than ranks.
+        Shorter sequences are divided by no rank that could have samples of its own."""
+        least = 1024 if space.global_batch < space.replicas else 4096
+        sizes = [size for size in (2, 4, 8) if space.replicas % size == 0 and space.sequence >= least * size]
         return [cls(context_parallel_size=size) for size in sizes]
 
     def __post_init__(self) -> None:

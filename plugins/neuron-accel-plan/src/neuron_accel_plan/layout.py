@@ -343,9 +343,7 @@ class Planner:
             alone = copy.copy(self)
             alone.instance, alone.config = None, copy.deepcopy(self.config)
             _set_experts(alone.config, "grouped_mm")
-            self._own_operations = extrapolate(
-                alone.shallow([]), self.layers, self.blocks, 0, self.depths
-            ).operations
+            self._own_operations = extrapolate(alone.shallow([]), self.layers, self.blocks, 0, self.depths).operations
         return step.operations * self.world_size / (self._own_operations * self.global_batch)
 
     def accumulations(self, plugins: Sequence[StrategyPlugin]) -> list[int]:
@@ -684,7 +682,10 @@ def _alike_blocks(config: Any, full: nn.Module) -> tuple[str | None, int]:
         return None, 1
     found = full.get_submodule(lists[0]).children()
     kinds = getattr(config, "layer_types", None) or [None] * depth
-    blocks = [(kind, [(name, p.shape) for name, p in block.named_parameters()]) for kind, block in zip(kinds, found, strict=False)]
+    blocks = [
+        (kind, [(name, p.shape) for name, p in block.named_parameters()])
+        for kind, block in zip(kinds, found, strict=False)
+    ]
     for period in range(1, depth):
         if max(depths_of(period, depth)) >= depth:
             break

@@ -363,7 +363,7 @@ def _by_place(count: StepCount, blocks: str, period: int) -> dict[_Place, Peak]:
     starts = [index for index in count.blocks if index - 1 not in count.blocks]
     ends = [index for index in count.blocks if index + 1 not in count.blocks]
     for peak in count.peaks:
-        index = _block(peak.moment, blocks)
+        index = block_of(peak.moment, blocks)
         places: list[tuple[str, int | None]]
         if index is None:
             places = [("after" if peak.moment.passed else "before", None)]
@@ -378,14 +378,15 @@ def _by_place(count: StepCount, blocks: str, period: int) -> dict[_Place, Peak]:
     return found
 
 
-def _block(moment: Moment, blocks: str) -> int | None:
+def block_of(moment: Moment, blocks: str) -> int | None:
+    """Returns the index of the block of a moment; None outside of blocks."""
     match = re.match(rf"{re.escape(blocks)}\.(\d+)", moment.module)
     return int(match[1]) if match else None
 
 
 def _moved(moment: Moment, last: int | None, blocks: str) -> Moment:
     """The moment in a deeper model, in which the last block has the number ``last``."""
-    index = _block(moment, blocks)
+    index = block_of(moment, blocks)
     if index is None or last is None:
         return moment
     rest = moment.module[len(f"{blocks}.{index}") :]

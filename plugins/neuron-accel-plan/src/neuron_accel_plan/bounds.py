@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a layout before it is counted, from dry runs of one micro-batch on the smallest mesh: about how much
+memory a rank needs, and what the predicted time of a step is not below."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from neuron_accel import ActivationCheckpointingPlugin, ChunkedLossPlugin, Instance
+from neuron_accel.contract import AxisKind, AxisSpec, NeuronAccelError, Stages, StrategyPlugin
+from neuron_accel_plan.candidates import Layout, family_of
+from neuron_accel_plan.dry_runs import Answer, Failed, Ranked, Sample, first_line
+from neuron_accel_plan.layout import Planner
+from neuron_accel_plan.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
+from neuron_accel_plan.step import StepCount, block_of, extrapolate
+from neuron_accel_plan.time import (
+    PASSES,
+    PRODUCTS,
+    WAITING,
+    collective_seconds,
+    constants_of,
+    multiplying_seconds,
+    spent_seconds,
+)
+from neuron_accel_plan.trace import Message
+
+if TYPE_CHECKING:
+    from neuron_accel_plan.calibration import Machine
+
+_AVERAGING = (AxisKind.DATA, AxisKind.SEQUENCE)
+_SHARDING = (AxisKind.MODEL, AxisKind.STAGE, AxisKind.DATA)
+"""Kinds of axes that a plugin adds along which weights may be sharded."""
+_RECOMPUTING = (ActivationCheckpointingPlugin, ChunkedLossPlugin)
+"""What adds to the time of the blocks of a layout, and takes nothing from it."""
+_STATE_BYTES = 12  # of an fp32 master weight and two moments
+_SLACK, _ROUGH = 1.1, 1.5
+"""Layouts whose estimated memory exceeds that of a core by more than this factor are not counted: if it is from a
+micro-batch of their own size, or from one of one sample, of which what does not grow with samples is multiplied too."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of a layout: bytes of a rank, and a bound of the seconds of a step.
+
+    Args:
+        layout: the layout.
+        micro_batches: micro-batches of a data-parallel rank in a step.
+        memory: bytes, which may be too low or too high; 0 if it is not known.
+        seconds: what the predicted time is not below.
+        sample: what to run for a better estimate; None: the layout itself.
+    """
+
+    layout: Layout
+    micro_batches: int
+    memory: float
+    seconds: float
+    sample: Sample | None = None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A number that grows with that of blocks: that of a model without blocks, and that of a block."""
+
+    base: float
+    block: float
+
+    @classmethod
+    def through(cls, depths: tuple[int, int], few: float, more: float) -> _Line:
+        """From the numbers of models with so many blocks."""
+        block = (more - few) / (depths[1] - depths[0])
+        return cls(few - depths[0] * block, block)
+
+    def of_model(self, blocks: int) -> float:
+        return self.base + blocks * self.block
+
+
+class _Times:
+    """Seconds of a micro-batch, from a sample, without what it waits for over ranks that average gradients: that is
+    once in a step."""
+
+    def __init__(
+        self, counts: Sequence[StepCount], depths: tuple[int, int], machine: Machine, averaging: frozenset[str]
+    ) -> None:
+        self._counts, self._depths, self._machine = counts, depths, machine
+        waits = {f"{WAITING} {axis}" for axis in averaging}
+        spent = [
+            {what: seconds for what, seconds in spent_seconds(count, machine).items() if what[1] not in waits}
+            for count in counts
+        ]
+
+        def line(phases: Iterable[str], parts: Callable[[str], bool] = lambda part: True) -> _Line:
+            sums = [sum(s for (phase, part), s in each.items() if phase in phases and parts(part)) for each in spent]
+            return _Line.through(depths, *sums)
+
+        phases = {phase for each in spent for phase, _ in each}
+        self.passes = line(PASSES)
+        self.backward = line(["backward"])
+        self.products = line(PASSES, lambda part: part == PRODUCTS)
+        self.rest = line(phases - {*PASSES})
+        self._others = line(PASSES, lambda part: part != PRODUCTS and not part.startswith(WAITING))
+        self.operations = _Line.through(depths, *(count.operations for count in counts))
+        self.weights = _Line.through(depths, *(count.weights for count in counts))
+
+    def of_more(self, times: float) -> tuple[_Line, _Line]:
+        """What the passes, and their products, of a micro-batch that is so much larger are not below."""
+        products = _Line.through(
+            self._depths, *(multiplying_seconds(count, self._machine, times) for count in self._counts)
+        )
+        return _Line(products.base + self._others.base, products.block + self._others.block), products
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is alike for layouts with the same plugins.
+
+    Args:
+        plugins: the plugins.
+        family: those that change what a block computes.
+        base: the sample from which the time has its first bound.
+        stages: those of the pipeline; None without one; why there can be none.
+        parts: what is sharded over replicas.
+        replicas: ranks that no axis takes.
+        rows: samples of a data-parallel rank in a step.
+        axes: the axes of the plugins.
+    """
+
+    plugins: tuple[StrategyPlugin, ...]
+    family: tuple[StrategyPlugin, ...]
+    base: Sample
+    stages: Stages | str | None
+    parts: frozenset[str]
+    replicas: int
+    rows: int
+    axes: tuple[AxisSpec, ...]
+
+
+class Bounds:
+    """Estimates layouts from samples, as far as these are known.
+
+    Args:
+        planner: counts; for the model and the ranks.
+        instance: the instance.
+        calibration: measured constants for the prediction of time, or None.
+    """
+
+    def __init__(self, planner: Planner, instance: Instance, calibration: Machine | None) -> None:
+        self._planner = planner
+        self._machine = constants_of(instance, calibration)
+        self._core = instance.core_bytes() - planner.reserve
+        self._samples: dict[str, Sequence[StepCount] | str] = {}
+        self._times: dict[str, _Times] = {}
+        self._sizes: dict[tuple[str, int], StepCount] = {}
+        self._stages: dict[str, Stages | str | None] = {}
+        self._facts: dict[int, _Facts] = {}  # by the identity of the plugins, which they keep alive
+
+    def knows(self, sample: Sample) -> bool:
+        """Whether a sample was run."""
+        return repr(sample) in self._samples
+
+    def learn(self, sample: Sample, answer: Answer) -> None:
+        """Keeps what was found of a sample."""
+        assert not isinstance(answer, Ranked)
+        self._samples[repr(sample)] = answer.reason if isinstance(answer, Failed) else answer
+
+    def first_sample(self, layout: Layout) -> Sample:
+        """Returns the sample from which the time of a layout has its first bound: that of the family that does not
+        recompute, which stands for those that do."""
+        return self._facts_of(layout).base
+
+    def _facts_of(self, layout: Layout) -> _Facts:
+        plugins = layout.plugins
+        if id(plugins) not in self._facts:
+            space, family = self._planner.space(plugins), family_of(plugins)
+            self._facts[id(plugins)] = _Facts(
+                plugins=plugins,
+                family=family,
+                base=Sample(tuple(plugin for plugin in family if not isinstance(plugin, _RECOMPUTING)), 1),
+                stages=self._stages_of(plugins),
+                parts=frozenset(part for plugin in plugins for part in plugin.sharded_over_replicas()),
+                replicas=space.replicas,
+                rows=space.global_batch // space.data_ranks,
+                axes=tuple(axis for plugin in plugins for axis in plugin.axes()),
+            )
+        return self._facts[id(plugins)]
+
+    def cannot_fit(self, layout: Layout) -> str | None:
+        """Returns the reason why the model's state alone does not fit, or None."""
+        facts = self._facts_of(layout)
+        sharded = math.prod(axis.degree for axis in facts.axes if axis.kind in _SHARDING)
+        replicas = self._planner.world_size // sharded
+        own = self._planner.parameters / sharded
+        parts = facts.parts
+        width = 2 if self._planner.dtype == "bfloat16" else 4
+        least = width * own / (replicas if "weights" in parts else 1)
+        # Where the state is sharded, gradients may be summed into shards as they come.
+        least += width * own / (replicas if parts & {"gradients", "optimizer state"} else 1)
+        least += _STATE_BYTES * own / replicas if "optimizer state" in parts else 2 * width * own
+        if least <= self._core:
+            return None
+        return f"weights, gradients and optimizer state are {least / 2**30:.3g} GiB; {self._of_core()}"
+
+    def estimate(self, layout: Layout) -> Estimate | str:
+        """Returns what is known of a layout, or why it is not possible."""
+        facts = self._facts_of(layout)
+        family, stages, rows = facts.family, facts.stages, facts.rows
+        if isinstance(stages, str):
+            return stages
+        number = layout.accumulation if stages is None else stages.microbatches
+        own, first = Sample(family, rows // number), Sample(family, 1)
+        if not self.knows(first) and not self.knows(own):
+            base, seconds = facts.base, 0.0
+            if not isinstance(self._samples[repr(base)], str):
+                head = not any(isinstance(plugin, ChunkedLossPlugin) for plugin in family)
+                seconds = self._least_seconds(layout, base, stages, rows // number, number, head=head)
+            return Estimate(layout, number, 0.0, seconds, first)
+        sample = own if self.knows(own) else first
+        counts = self._samples[repr(sample)]
+        if isinstance(counts, str):
+            return counts
+        times = (rows // number) / sample.rows
+        memory = self._memory(layout, sample, stages, times, number)
+        if memory > self._core * (_SLACK if sample == own else _ROUGH):
+            return f"about {memory / 2**30:.1f} GiB, estimated from one micro-batch; {self._of_core()}"
+        seconds = self._least_seconds(layout, sample, stages, times, number)
+        return Estimate(layout, number, memory, seconds, None if sample == own else own)
+
+    def _of_core(self) -> str:
+        return f"a core has {self._core / 2**30:.3g} GiB without its reserve"
+
+    def _stages_of(self, plugins: tuple[StrategyPlugin, ...]) -> Stages | str | None:
+        for plugin in plugins:
+            key = repr(plugin)
+            if key not in self._stages:
+                try:
+                    self._stages[key] = plugin.stages(self._planner.model)
+                except NeuronAccelError as error:
+                    self._stages[key] = first_line(error)
+            if self._stages[key] is not None:
+                return self._stages[key]
+        return None
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+    def _memory(self, layout: Layout, sample: Sample, stages: Stages | None, times: float, micro_batches: int) -> float:
+        """Bytes of the rank with the most of them, from a step of a sample that began without optimizer state.
+
+        Args:
+            layout: the layout.
+            sample: the sample.
+            stages: those of its pipeline.
+            times: size of a micro-batch, by that of the sample.
+            micro_batches: number of micro-batches.
+        """
+        if stages is None:
+            return self._of_rank(layout, sample, self._planner.layers, times, micro_batches)
+        kept = [number / len(blocks) for number, blocks in zip(stages.in_flight, stages.blocks, strict=True)]
+        own = [sum(blocks) for blocks in stages.blocks]
+        first = self._of_rank(layout, sample, own[0], times, micro_batches, kept[0], ends=(True, False))
+        return max(first, self._of_rank(layout, sample, own[-1], times, micro_batches, kept[-1], ends=(False, True)))
+
+    def _of_rank(
+        self,
+        layout: Layout,
+        sample: Sample,
+        blocks: int,
+        times: float,
+        micro_batches: int,
+        kept: float = 1.0,
+        ends: tuple[bool, bool] = (True, True),
+    ) -> float:
+        """Bytes of a rank with so many blocks, ``kept`` micro-batches in flight, and what is before or after the
+        blocks. Of their weights, each of the two is taken to be half."""
+        count = self._sized(sample, blocks)
+        line = self._times_of(sample).weights
+        weights = blocks * line.block + line.base * sum(ends) / 2
+        by_weights = weights / count.weights if count.weights else 1.0
+        facts = self._facts_of(layout)
+        parts, replicas = facts.parts, facts.replicas
+        sharding = self._sharding(layout, line.of_model(self._planner.layers))
+        elements = weights / (2 if self._planner.dtype == "bfloat16" else 4)
+        held = weights / (sharding if "weights" in parts else 1)
+        held += _STATE_BYTES * elements / sharding if "optimizer state" in parts else 2 * weights
+        most = 0.0
+        for peak in count.peaks:
+            if not ends[1] and block_of(peak.moment, self._planner.blocks or "") is None:
+                continue
+            gradients = by_weights * peak.parts[GRADIENTS]
+            if peak.moment.phase in PASSES:
+                if micro_batches > 1:  # they wait for the last micro-batch
+                    gradients = max(gradients, weights)
+                gradients /= replicas if "gradients" in parts else 1
+                gradients += times * (kept * peak.parts[ACTIVATIONS] + peak.parts[TEMPORARY])
+            else:
+                gradients /= sharding if parts & {"gradients", "optimizer state"} else 1
+            most = max(most, gradients)
+        return held + most
+
+    def _sized(self, sample: Sample, blocks: int) -> StepCount:
+        key = repr(sample), blocks
+        if key not in self._sizes:
+            shallow = self._samples[key[0]]
+            assert not isinstance(shallow, str)
+            name, depths = self._planner.blocks or "", self._planner.depths
+            self._sizes[key] = extrapolate(shallow, blocks, name, blocks - 1, depths)
+        return self._sizes[key]
+
+    def _sharding(self, layout: Layout, weights: float) -> float:
+        """Over how many ranks the state of a rank's weights is sharded: all that average their gradients. Weights that
+        an axis of samples shards, as those of experts, are not averaged along it.
+
+        Args:
+            layout: the layout.
+            weights: bytes of a rank that has all blocks.
+        """
+        facts = self._facts_of(layout)
+        axes = facts.axes
+        averaging = facts.replicas * math.prod(axis.degree for axis in axes if axis.kind in _AVERAGING)
+        experts = math.prod(axis.degree for axis in axes if axis.kind is AxisKind.DATA)
+        if experts == 1:
+            return averaging
+        width = 2 if self._planner.dtype == "bfloat16" else 4
+        model = math.prod(axis.degree for axis in axes if axis.kind is AxisKind.MODEL)
+        missing = max(0.0, width * self._planner.parameters / model - weights)  # what the other ranks have
+        share = min(1.0, missing / (experts - 1) / weights)
+        return averaging / (1 - share + share * experts)
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+    def _least_seconds(
+        self,
+        layout: Layout,
+        sample: Sample,
+        stages: Stages | None,
+        times: float,
+        micro_batches: int,
+        *,
+        head: bool = True,
+    ) -> float:
+        """What the predicted time of a step is not below: the passes of all micro-batches, the update, and what of the
+        reduction of gradients cannot be hidden; without ``head`` those of the blocks alone. See :meth:`_memory`."""
+        found = self._times_of(sample)
+        passes, products = (found.passes, found.products) if times == 1 else found.of_more(times)
+        if not head:
+            passes, products = _Line(0.0, passes.block), _Line(0.0, products.block)
+        parts = self._facts_of(layout).parts
+        if stages is None:
+            blocks = self._planner.layers
+            each, rest, weights = (line.of_model(blocks) for line in (passes, found.rest, found.weights))
+            hidden = 1.0
+        else:  # of the stage with most operations; only the last one has the head
+            last = len(stages.blocks) - 1
+            sizes = [sum(own) for own in stages.blocks]
+            operations = [size * found.operations.block for size in sizes]
+            operations[last] += found.operations.base
+            slowest = operations.index(max(operations))
+            each = sizes[slowest] * passes.block + (products.base if slowest == last else 0.0)
+            rest, weights = (sizes[slowest] * line.block for line in (found.rest, found.weights))
+            hidden = 1 - stages.bubble
+        if "optimizer state" in parts:
+            rest /= self._sharding(layout, found.weights.of_model(self._planner.layers))
+        reduction = self._reduction(layout, weights)
+        overlap = min(1.0, self._machine.overlap.at())
+        least = micro_batches * each / hidden + rest + (1 - overlap) * reduction
+        if stages is None and times == 1:
+            # Reduction begins in the last backward pass. Its second half, of weights, may run beside the update.
+            tail = 0.0 if "weights" in parts else reduction / 2
+            before = micro_batches * each - found.backward.of_model(self._planner.layers)
+            least = max(least, before + reduction / 2 + max(rest, tail))
+        return least
+
+    def _times_of(self, sample: Sample) -> _Times:
+        key = repr(sample)
+        if key not in self._times:
+            counts = self._samples[key]
+            assert not isinstance(counts, str)
+            averaging = {axis.name for plugin in sample.family for axis in plugin.axes() if axis.kind in _AVERAGING}
+            axes = {m.axis for count in counts for _, trace in count.traces for m in trace.messages}
+            waits = frozenset(axis for axis in axes if averaging & {*axis.split(" x ")})
+            self._times[key] = _Times(counts, self._planner.depths, self._machine, waits)
+        return self._times[key]
+
+    def _reduction(self, layout: Layout, weights: float) -> float:
+        """Seconds in which gradients of so many bytes are summed over replicas, and weights gathered if only their
+        shards are updated, if nothing else is sent."""
+        facts = self._facts_of(layout)
+        replicas = facts.replicas
+        if replicas == 1:
+            return 0.0
+        inside = math.prod(axis.degree for axis in facts.axes if axis.kind is not AxisKind.STAGE)
+        group = tuple(range(0, replicas * inside, inside))
+        sent = round(weights * (replicas - 1) / replicas)
+
+        def seconds(op: str, size: int) -> float:
+            return collective_seconds(self._machine, Message(op, "dp", group, size, self._planner.dtype))
+
+        return min(seconds("all_reduce", 2 * sent), seconds("reduce_scatter", sent) + seconds("all_gather", sent))

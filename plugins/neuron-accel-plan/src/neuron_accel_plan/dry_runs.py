@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dry runs that a search needs, in this process or shared by several."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+
+from neuron_accel.contract import NeuronAccelError, StrategyPlugin, UsageError
+from neuron_accel_plan.candidates import Layout
+from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
+from neuron_accel_plan.step import StepCount
+from neuron_accel_plan.time import StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A layout that fits, with what it needs.
+
+    Args:
+        layout: the layout.
+        count: memory, traffic and operations.
+        time: predicted time of a step.
+    """
+
+    layout: Layout
+    count: LayoutCount
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One micro-batch on the smallest mesh, which stands for all layouts with the same variant of a block.
+
+    Args:
+        family: the plugins that change what a block computes.
+        rows: samples of a data-parallel rank.
+    """
+
+    family: tuple[StrategyPlugin, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a layout, or a sample, is not possible."""
+
+    reason: str
+
+
+Task = Sample | Layout
+"""A sample whose steps of few blocks are run, or a layout that is counted."""
+Answer = Sequence[StepCount] | Ranked | Failed
+_WORTHWHILE = 20.0
+"""Seconds of dry runs from which on more processes gain more than their start takes."""
+
+
+class DryRuns:
+    """Dry-runs steps in this process, or in several processes if that takes long.
+
+    Args:
+        planner: the planner of this process.
+        arguments: those that it was created with.
+        calibration: measured constants for the prediction of time, or None.
+        jobs: the most processes.
+    """
+
+    def __init__(self, planner: Planner, arguments: Mapping[str, Any], calibration: Any, jobs: int) -> None:
+        self._planner, self._arguments, self._calibration, self._jobs = planner, arguments, calibration, jobs
+        self._processes: dict[Connection, SpawnProcess] = {}
+        self._seconds: list[float] = []
+
+    @property
+    def width(self) -> int:
+        """Number of tasks that run at the same time."""
+        return max(1, len(self._processes))
+
+    def answers(self, tasks: Iterable[tuple[str, Task]], number: int) -> Iterator[tuple[str, Answer]]:
+        """Yields the name and the answer of each task, in order.
+
+        Args:
+            tasks: names and tasks. The next one is taken when a process is free for it.
+            number: about how many there are.
+        """
+        tasks = iter(tasks)
+        if not self._processes:
+            for done, (name, task) in enumerate(tasks):
+                started = time.perf_counter()
+                found = answer(self._planner, self._calibration, task)
+                self._seconds.append(time.perf_counter() - started)
+                yield name, found
+                mean = sum(self._seconds) / len(self._seconds)
+                if self._jobs > 1 and mean * (number - done - 1) > _WORTHWHILE:
+                    self._start()
+                    break
+        if self._processes:
+            yield from self._elsewhere(tasks)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for connection, process in self._processes.items():
+            process.kill()
+            process.join()
+            connection.close()
+        self._processes.clear()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self._jobs):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, self._arguments, self._calibration), daemon=True)
+            process.start()
+            there.close()
+            self._processes[here] = process
+
+    def _elsewhere(self, tasks: Iterator[tuple[str, Task]]) -> Iterator[tuple[str, Answer]]:
+        waiting: deque[str] = deque()
+        answers: dict[str, Answer] = {}
+        free, busy = list(self._processes), dict[Connection, str]()
+        while True:
+            while free and (following := next(tasks, None)) is not None:
+                name, task = following
+                connection = free.pop()
+                try:
+                    connection.send(task)
+                except OSError:
+                    raise self._ended(connection) from None
+                busy[connection] = name
+                waiting.append(name)
+            if not waiting:
+                return
+            for connection in [each for each in wait(busy) if isinstance(each, Connection)]:
+                try:
+                    answers[busy.pop(connection)] = connection.recv()
+                except (EOFError, OSError):
+                    raise self._ended(connection) from None
+                free.append(connection)
+            while waiting and waiting[0] in answers:
+                name = waiting.popleft()
+                yield name, answers.pop(name)
+
+    def _ended(self, connection: Connection) -> UsageError:
+        process = self._processes[connection]
+        process.join()
+        return UsageError(
+            f"A process of the search ended with exit code {process.exitcode}.",
+            why="its own error, if it had one, is printed above; a negative code is a signal, and -9 often means that "
+            "the machine has too little memory",
+            fix="search in this process: jobs=1, or --jobs 1",
+        )
+
+
+def _serve(connection: Connection, arguments: Mapping[str, Any], calibration: Any) -> None:
+    """Answers tasks until the other end of the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks is interrupted, and ends this one
+    torch.set_num_threads(1)
+    planner = Planner(**arguments)
+    with no_collection_of_what_is_there():
+        while True:
+            try:
+                task = connection.recv()
+            except EOFError:
+                return
+            connection.send(answer(planner, calibration, task))
+
+
+def answer(planner: Planner, calibration: Any, task: Task) -> Answer:
+    """Runs a sample, or counts a layout and predicts its time."""
+    try:
+        if isinstance(task, Sample):
+            return planner.shallow(task.family, task.rows)
+        count = planner.count(task.plugins, task.accumulation, rank=0)
+        if count.fits:  # other ranks may keep more
+            count = planner.count(task.plugins, task.accumulation)
+    except NeuronAccelError as error:
+        return Failed(first_line(error))
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return Failed(f"its dry run failed: {first_line(error)}")
+    if not count.compiles:
+        return Failed(next(str(finding) for finding in count.findings if finding.certain))
+    if not count.fits:
+        assert count.core_bytes is not None
+        peak, room = count.step.peak, count.core_bytes - count.reserve
+        largest = max(peak.parts, key=lambda part: peak.parts[part])
+        return Failed(
+            f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
+            f"a core has {room / 2**30:.3g} GiB without its reserve"
+        )
+    return Ranked(layout=task, count=count, time=count.predict(calibration))
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of the message of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
