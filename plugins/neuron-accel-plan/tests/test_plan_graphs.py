@@ -54,7 +54,7 @@ def test_a_mixture_is_counted_as_a_device_has_to_run_it(mixture):
 
 def test_padding_of_experts_is_a_factor_of_work(mixture):
     pytest.importorskip("neuron_accel_expert_parallel")
-    from neuron_accel_plan.plan_command import describe
+    from neuron_accel_plan.plan_text import describe
 
     counted = planned(
         mixture, instance="trn1.32xlarge", config={"plugins": [{"expert_parallel": {"expert_parallel_size": 2}}]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuron_accel_plan.plan_command import brief
+from neuron_accel_plan.plan_text import brief
 
 from neuron_accel.commands import main
 
