@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from neuron_accel.contract import AxisKind, NeuronAccelError, StrategyPlugin
+from neuron_accel_plan.candidates import Layout, exclude, offering, text
 from neuron_accel_plan.layout import LayoutCount, Planner
-from neuron_accel_plan.search import Layout, exclude, offering, text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,12 +222,19 @@ class StepCounter(TorchDispatchMode):
 
     def find(self, tensor: torch.Tensor) -> _Storage | None:
         """Returns the storage of a tensor on the device; None for other tensors."""
-        if tensor.device.type != self._type or tensor.layout != torch.strided:
+        if not self._has_memory(tensor):
             return None
         return self._live.get(tensor.untyped_storage()._cdata)
 
-    def _see(self, tensor: torch.Tensor) -> _Storage | None:
+    def _has_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has memory on the device. A subclass that handles its operations by itself, such as a
+        gradient of which the rank has a shard, has a storage of its size that was never allocated."""
         if tensor.device.type != self._type or tensor.layout != torch.strided:
+            return False
+        return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+    def _see(self, tensor: torch.Tensor) -> _Storage | None:
+        if not self._has_memory(tensor):
             return None
         storage = tensor.untyped_storage()
         key = storage._cdata
