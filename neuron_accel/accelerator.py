@@ -16,11 +16,12 @@ from torch import nn
 
 from neuron_accel.backends.select import DryRun, Machine, connect, settle
 from neuron_accel.checkpoint.state.full_state import Weights, full_gradients, full_state_dict, without_ties
-from neuron_accel.checkpoint.state.resume import Resumed, SavedBatch, say_batch, step_of
+from neuron_accel.checkpoint.state.resume import Resumed, SavedBatch, plan_of_last_checkpoint, say_batch, step_of
 from neuron_accel.checkpoint.state.session import Session, Source
 from neuron_accel.checkpoint.state.training import TrainingObjects
 from neuron_accel.data.loaders import prepare_data_loader, skip_first_batches
 from neuron_accel.data.position import samples_at_once
+from neuron_accel.engine.plan.auto import choose_layout
 from neuron_accel.engine.plan.config import RunConfig, load_config
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
@@ -40,6 +41,7 @@ from neuron_accel.loop.arguments import (
     checked_handlers,
     checked_plugins,
     merged_options,
+    planned_training,
     timeout_of,
     warn_of_unused_precision,
     with_accumulation,
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
         TorchTensorParallelPlugin,
     )
 
+    from neuron_accel.backends.base import Backend
     from neuron_accel.engine.plan.plan import Plan
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
@@ -119,6 +122,9 @@ class NeuronAccelerator(Accelerator):
 
     Args:
         plugins: strategies, in any order: plugin objects, or mappings ``{name: options}`` as in a configuration.
+            "auto", alone or among others, adds the layout that the search of neuron-accel-plan finds for these ranks.
+        plan_for: of that search, what is known before ``prepare``: ``{"model": config, "global_batch": 64, "sequence":
+            4096}``, with further keys of the package. Added to that of ``config``, which may name a layout instead.
         config: path of a YAML file, or a mapping, with ``plugins`` and Accelerate's options, which are added to the
             other arguments. An option may be given in one place only.
         zero_1: True adds ``Zero1Plugin()``.
@@ -156,7 +162,8 @@ class NeuronAccelerator(Accelerator):
     def __init__(
         self,
         *,
-        plugins: Sequence[StrategyPlugin | Mapping[str, Any]] = (),
+        plugins: Literal["auto"] | Sequence[StrategyPlugin | Mapping[str, Any] | Literal["auto"]] = (),
+        plan_for: Mapping[str, Any] | None = None,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         zero_1: bool = False,
         mp_plugin: StrategyPlugin | None = None,
@@ -186,7 +193,8 @@ class NeuronAccelerator(Accelerator):
         given = {name: value for name, value in locals().items() if name in ACCELERATES}
         configured = load_config(config) if config is not None else RunConfig()
         options = merged_options(configured, given, os.environ)
-        wanted = [*checked_plugins(plugins, mp_plugin), *configured.plugins]
+        training, listed = planned_training(plugins, plan_for, configured, has_config=config is not None)
+        wanted = [*checked_plugins(listed, mp_plugin), *configured.plugins]
         handlers = options["kwargs_handlers"] = checked_handlers(kwargs_handlers)
         registry = default_registry()
         if zero_1:
@@ -211,15 +219,17 @@ class NeuronAccelerator(Accelerator):
         super().__init__(**with_accumulation(options, os.environ))
         warn_of_unused_precision(self.mixed_precision, self.device.type)
         check_dry_precision(self.mixed_precision, decision.backend)
-        if self.is_precompiling:
-            wanted = precompile_plugins(wanted, self.gradient_accumulation_steps, os.environ)
-        if decision.dry_run is not None:
-            wanted = [*without_value_checks(wanted), *decision.dry_run.observers]
         ranks = connect(decision, timeout=timeout_of(handlers), adopts=not was_connected)
         if decision.dry_run is None:
             check_connected(ranks.world_size, self.state.num_processes)
             wait_on_host(ranks)
         self._hardware = hardware_of_run(os.environ, decision)
+        if training is not None:
+            wanted += self._chosen_plugins(training, ranks)
+        if self.is_precompiling:
+            wanted = precompile_plugins(wanted, self.gradient_accumulation_steps, os.environ)
+        if decision.dry_run is not None:
+            wanted = [*without_value_checks(wanted), *decision.dry_run.observers]
         self.run = begin(wanted, ranks, registry, self._hardware)
         self._steps_at_once = self.run.data_parallel_size
         self._needs_accumulate = False  # after `keep_batch` has raised the accumulation
@@ -233,6 +243,13 @@ class NeuronAccelerator(Accelerator):
         self._interruptions: list[Interruption] = []
         for setup in self.run.hooks["setup"]:
             setup(self.run)
+
+    def _chosen_plugins(self, training: Mapping[str, Any], ranks: Backend) -> tuple[StrategyPlugin, ...]:
+        """The layout of ``plugins="auto"``, of which a step may have several micro-batches."""
+        steps, recorded = self.gradient_accumulation_steps, partial(plan_of_last_checkpoint, self.project_dir)
+        chosen = load_config(choose_layout(training, ranks, self._hardware, accumulation=steps, recorded=recorded))
+        self.gradient_accumulation_steps = chosen.accelerate.get("gradient_accumulation_steps", 1)
+        return chosen.plugins
 
     def __repr__(self) -> str:
         if not hasattr(self, "run"):

@@ -36,6 +36,9 @@ GRAPH_CHECKS = "neuron_accel.graph_checks"
 """Group of entry points of modules that check the graphs of a training (``cli/precompile.py``), with
 ``run(args, script, launch_options)``, which returns the exit code."""
 
+LAYOUT_CHOICES = "neuron_accel.layout_choices"
+"""Group of entry points of functions that choose the layout of ``plugins="auto"`` (``engine/plan/auto.py``)."""
+
 NAMES = "names"
 """No group of entry points: names that ``neuron_accel`` once had itself."""
 
@@ -53,7 +56,12 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-local-sgd": {PLUGINS: ("local_sgd",)},
     "neuron-accel-lora": {PLUGINS: ("lora",)},
     "neuron-accel-migrate": {CHECKPOINT_READERS: ("neuronx",)},
-    "neuron-accel-plan": {COMMANDS: ("calibrate", "plan"), NAMES: ("plan",)},
+    "neuron-accel-plan": {
+        PLUGINS: ("auto_layout",),
+        COMMANDS: ("calibrate", "plan"),
+        LAYOUT_CHOICES: ("search",),
+        NAMES: ("plan",),
+    },
     "neuron-accel-report": {
         PLUGINS: ("run_report",),
         COMMANDS: ("bundle", "report", "trace"),

@@ -55,7 +55,7 @@ def evaluate(accelerator, model, loader) -> float:
 def run(options: argparse.Namespace) -> int:
     """Runs the example; returns the exit code."""
     begin = time.monotonic()
-    accelerator = NeuronAccelerator(config=options.config)
+    accelerator = NeuronAccelerator(config=options.config, plan_for=_planned(options))
     micro_batch_size = _micro_batch_size(options, accelerator)
     accelerator.print(accelerator.plan.explain())
     corpus = load_text(accelerator, options)
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     eval_batches = min(options.eval_batches, len(corpus.held_out) // options.batch_size)
     eval_sequences = data.Sequences(data.spread(corpus.held_out, eval_batches * options.batch_size))
 
-    config = _llama_config(options, corpus)
+    config = _llama_config(options, len(corpus.tokenizer), corpus.tokenizer.eos_token_id)
     model = recipe.build_model(config, options.seed)
     accelerator.print(f"model: Llama with {sum(p.numel() for p in model.parameters()):,} parameters\n")
     optimizer = recipe.build_optimizer(model, options.learning_rate)
@@ -201,15 +201,21 @@ def _micro_batch_size(options: argparse.Namespace, accelerator) -> int:
     return size
 
 
-def _llama_config(options: argparse.Namespace, corpus: data.Corpus) -> recipe.LlamaConfig:
+def _planned(options: argparse.Namespace) -> dict[str, Any]:
+    """What `plugins: auto` has to know before the model is built; other configurations name their plugins."""
+    model = _llama_config(options, options.vocab_size, end=0)
+    return {"model": model, "global_batch": options.batch_size, "sequence": options.sequence_length}
+
+
+def _llama_config(options: argparse.Namespace, vocab_size: int, end: int) -> recipe.LlamaConfig:
     return recipe.llama_config(
-        vocab_size=len(corpus.tokenizer),
+        vocab_size=vocab_size,
         hidden_size=options.hidden_size,
         layers=options.layers,
         heads=options.heads,
         key_value_heads=options.key_value_heads,
         positions=options.sequence_length,
-        end=corpus.tokenizer.eos_token_id,
+        end=end,
     )
 
 

@@ -22,6 +22,7 @@ from accelerate.utils import (
 )
 
 from neuron_accel.backends.select import flag
+from neuron_accel.engine.plan.auto import AUTO
 from neuron_accel.engine.plan.coerce import convert
 from neuron_accel.engine.plan.config import RunConfig, load_config, option_type
 from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
@@ -109,6 +110,39 @@ def checked_plugins(plugins: Any, mp_plugin: Any) -> list[StrategyPlugin]:
                 fix=_by_name([plugin]) if isinstance(plugin, str) else f"write {_written(plugin)}",
             )
     return [*plugins, *([] if mp_plugin is None else [mp_plugin])]
+
+
+def planned_training(
+    plugins: Any, plan_for: Mapping[str, Any] | None, configured: RunConfig, *, has_config: bool
+) -> tuple[dict[str, Any] | None, Any]:
+    """Returns what is known of the training whose layout is to be chosen, or None if it is not, and the other plugins.
+
+    Args:
+        plugins, plan_for: the arguments.
+        configured: the configuration.
+        has_config: whether there is one: it may name a layout, or "auto".
+
+    Raises:
+        ConfigurationError: if ``plan_for`` has no effect, or names a key that the configuration has.
+    """
+    given = dict(plan_for or {})
+    listed = [plugins] if plugins == AUTO else plugins
+    auto = not isinstance(listed, str) and isinstance(listed, Iterable) and any(each == AUTO for each in listed)
+    if auto:
+        listed = [each for each in listed if each != AUTO]
+    if configured.plan_for is None and not auto:
+        if plan_for is not None and not has_config:
+            raise ConfigurationError(
+                "'plan_for' has no effect without plugins=\"auto\".", where=_WHERE, fix="leave it out"
+            )
+        return None, listed
+    of_file = configured.plan_for or {}
+    if twice := sorted(given.keys() & of_file.keys()):
+        raise ConfigurationError(
+            f"'plan_for' has {', '.join(map(repr, twice))} twice, as an argument and in the configuration.",
+            fix="keep one of them",
+        )
+    return {**of_file, **given}, listed
 
 
 def _read(plugin: Mapping[str, Any]) -> StrategyPlugin:

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from neuron_accel.checkpoint.format.manifest import latest_of, read_manifest
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.storage import Location
+from neuron_accel.storage import Location, location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,12 @@ def describe_loaded(folder: Location, info: Mapping[str, Any], loaders: Any) -> 
         ranks=info.get("world_size"),
         positions=tuple((place["epoch"], 0 if place["begin"] is None else place["samples"]) for place in places),
     )
+
+
+def plan_of_last_checkpoint(project_dir: str | os.PathLike[str] | None) -> Mapping[str, Any] | None:
+    """Returns the plan of the run that saved the last complete checkpoint of a project; None if there is none."""
+    folder = None if project_dir is None else latest_of(location(project_dir))
+    return None if folder is None else read_manifest(folder).info.get("plan")
 
 
 def step_of(counters: Mapping[str, int], step: int, accumulation: int) -> int:

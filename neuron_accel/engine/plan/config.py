@@ -9,7 +9,8 @@
       - another_strategy
       - my_package.my_module:MyStrategy: {strength: 0.5}
 
-The order of plugins does not matter. Keys other than ``plugins``, ``dataloader`` and ``backend`` are arguments of
+The order of plugins does not matter. ``plugins: auto`` (or ``auto`` among them) lets a search choose the layout of what
+``plan_for`` describes. Keys other than ``plugins``, ``plan_for``, ``dataloader`` and ``backend`` are arguments of
 ``accelerate.Accelerator`` of the same name.
 """
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from neuron_accel.engine.plan.auto import AUTO
 from neuron_accel.engine.plan.coerce import build, field_type, to_plain
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.engine.plan.registry import Registry, default_registry
@@ -38,12 +40,14 @@ class RunConfig:
         accelerate: the given arguments of ``accelerate.Accelerator``.
         dataloader: the given arguments of ``accelerate.utils.DataLoaderConfiguration``.
         backend: name of the backend; None to choose it by the available devices.
+        plan_for: of a layout that is to be chosen, what is known of the training; None if it is not to be chosen.
     """
 
     plugins: tuple[StrategyPlugin, ...] = ()
     accelerate: Mapping[str, Any] = field(default_factory=dict)
     dataloader: Mapping[str, Any] = field(default_factory=dict)
     backend: str | None = None
+    plan_for: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accelerate", MappingProxyType(dict(self.accelerate)))
@@ -78,6 +82,7 @@ class _Keys:
     backend: str | None = None
     dataloader: _DataLoaderKeys = field(default_factory=_DataLoaderKeys)
     plugins: list[Any] = field(default_factory=list)
+    plan_for: dict[str, Any] = field(default_factory=dict)
 
 
 def option_type(name: str) -> Any:
@@ -104,6 +109,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, registry:
         )
     if isinstance(data.get("plugins"), Mapping):
         raise (root / "plugins").error("'plugins' must be a list, not a mapping.", fix="begin each plugin with a dash")
+    if data.get("plugins") == AUTO:
+        data = {**data, "plugins": [AUTO]}
     keys = build(_Keys, data, root, "the configuration")
     if keys.gradient_accumulation_steps < 1:
         raise (root / "gradient_accumulation_steps").error(
@@ -112,13 +119,18 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, registry:
             fix="give an integer of at least 1",
         )
     registry = default_registry() if registry is None else registry
-    plugins = [_plugin(entry, root / "plugins" / index, registry) for index, entry in enumerate(keys.plugins)]
-    elsewhere = {"plugins", "dataloader", "backend"}
+    named = [(index, entry) for index, entry in enumerate(keys.plugins) if entry != AUTO]
+    plugins = [_plugin(entry, root / "plugins" / index, registry) for index, entry in named]
+    auto = len(named) < len(keys.plugins)
+    if keys.plan_for and not auto:
+        raise (root / "plan_for").error("'plan_for' has no effect without 'plugins: auto'.", fix="leave it out")
+    elsewhere = {"plugins", "plan_for", "dataloader", "backend"}
     return RunConfig(
         plugins=tuple(plugins),
         accelerate={name: getattr(keys, name) for name in data if name not in elsewhere},
         dataloader={name: getattr(keys.dataloader, name) for name in data.get("dataloader", ())},
         backend=keys.backend,
+        plan_for=keys.plan_for if auto else None,
     )
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from neuron_accel.testing import run_ranks
+from tests.guests import is_installed
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "examples" / "quickstart"
 DATA_PARALLEL = ("--config", str(QUICKSTART / "data_parallel.yaml"))
@@ -424,6 +425,18 @@ def test_every_way_to_divide_gives_the_same_losses(sharded, ranks, config):
     assert other["losses"] == pytest.approx(history["losses"], rel=1e-5)
     assert other["gradient_norms"] == pytest.approx(history["gradient_norms"], rel=1e-4)
     assert other["evaluation_loss"] == pytest.approx(history["evaluation_loss"], rel=1e-5)
+
+
+@pytest.mark.skipif(not is_installed("neuron-accel-plan"), reason="the search is in neuron-accel-plan")
+def test_the_layout_that_a_search_finds_gives_the_same_losses(sharded, monkeypatch):
+    folder, _, history = sharded
+    from neuron_accel.contract import plugin_classes
+
+    searched = {cls.spec.name for cls in plugin_classes()} - {"zero1", "auto_layout", "data_parallel"}
+    monkeypatch.setenv("NEURON_ACCEL_DISABLE_PLUGINS", ",".join(searched))  # few layouts to count
+    codes, other = train_tiny(folder / "auto", 2, "--config", str(QUICKSTART / "auto.yaml"))
+    assert codes == [0, 0]
+    assert other["losses"] == pytest.approx(history["losses"], rel=1e-5)
 
 
 def test_a_seed_gives_the_same_losses_to_the_last_bit_and_another_does_not(tmp_path):

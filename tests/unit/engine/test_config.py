@@ -159,7 +159,7 @@ def test_the_keys_are_those_of_accelerate(registry):
 
     from neuron_accel.engine.plan.config import _DataLoaderKeys, _Keys
 
-    top = {f.name for f in dataclasses.fields(_Keys)} - {"plugins", "dataloader", "backend"}
+    top = {f.name for f in dataclasses.fields(_Keys)} - {"plugins", "plan_for", "dataloader", "backend"}
     assert top <= set(inspect.signature(accelerate.Accelerator.__init__).parameters)
     below = {f.name: f.default for f in dataclasses.fields(_DataLoaderKeys)}
     assert below.items() <= {f.name: f.default for f in dataclasses.fields(DataLoaderConfiguration)}.items()

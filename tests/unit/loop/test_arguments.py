@@ -30,6 +30,7 @@ from neuron_accel.loop.arguments import (
     NOT_GIVEN,
     checked_plugins,
     merged_options,
+    planned_training,
     timeout_of,
     with_accumulation,
     with_ddp_options,
@@ -42,7 +43,7 @@ def test_every_argument_of_accelerate_is_spelt_out_with_its_default_or_what_stan
     assert not [p for p in ours.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     for name in ACCELERATES:
         assert ours[name].default is (None if theirs[name].default is None else NOT_GIVEN), name
-    assert set(ours) - set(theirs) == {"plugins", "config", "zero_1", "mp_plugin", "backend"}
+    assert set(ours) - set(theirs) == {"plugins", "plan_for", "config", "zero_1", "mp_plugin", "backend"}
 
 
 def test_what_was_not_given_is_not_passed_on():
@@ -185,3 +186,47 @@ def test_a_mapping_among_plugins_is_read_as_in_a_configuration():
         checked_plugins([{"zero1": {"bucket_cap": 3.0}}], None)
     with pytest.raises(ConfigurationError, match="names in a configuration"):
         checked_plugins(["zero1"], None)
+
+
+# ---- plugins="auto" --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("plugins", "plan_for", "config", "training", "others"),
+    [
+        ("auto", None, None, {}, []),
+        ([Zero1Plugin()], None, None, None, [Zero1Plugin()]),
+        (["auto", Zero1Plugin()], {"sequence": 8}, None, {"sequence": 8}, [Zero1Plugin()]),
+        ((), {"model": "m"}, {"plugins": "auto", "plan_for": {"sequence": 8}}, {"model": "m", "sequence": 8}, []),
+        ((), {"model": "m"}, {"plugins": ["auto", "zero1"]}, {"model": "m"}, []),
+        ((), {"model": "m"}, {"plugins": ["zero1"]}, None, []),  # the file decides
+    ],
+)
+def test_what_is_to_be_planned(plugins, plan_for, config, training, others):
+    configured = load_config(config) if config else RunConfig()
+    found = planned_training(plugins, plan_for, configured, has_config=config is not None)
+    assert (found[0], list(found[1])) == (training, others)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"plan_for": {"model": "m"}}, "no effect without"),
+        (
+            {"plan_for": {"sequence": 8}, "config": {"plugins": "auto", "plan_for": {"sequence": 8}}},
+            "'sequence' twice, as an argument",
+        ),
+        ({"config": {"plugins": ["zero1"], "plan_for": {"sequence": 8}}}, "no effect without 'plugins: auto'"),
+        ({"plugins": "automatic"}, "must be a list of plugins"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        NeuronAccelerator(**arguments)
+
+
+def test_a_search_that_is_not_installed_is_named(monkeypatch):
+    from neuron_accel.engine.plan import auto
+
+    monkeypatch.setattr(auto, "entry_points", lambda group: ())
+    monkeypatch.setattr(auto, "not_installed", lambda group: ["neuron-accel-plan"])
+    with pytest.raises(ConfigurationError, match="install the package neuron-accel-plan"):
+        NeuronAccelerator(plugins="auto")

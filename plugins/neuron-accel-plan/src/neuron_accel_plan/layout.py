@@ -229,7 +229,7 @@ class Planner:
         reserve: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.instance: Instance | None = None if instance is None else find_instance(instance)
+        self.instance: Instance | None = find_instance(instance) if isinstance(instance, str) else instance
         if dtype not in DTYPES:
             raise ConfigurationError(f"dtype={dtype!r} is not possible.", fix=f"pass {' or '.join(DTYPES)}")
         for name, number in (("world_size", world_size), ("global_batch", global_batch), ("sequence", sequence)):

@@ -178,7 +178,7 @@ def search(
     Raises:
         ConfigurationError: for an unknown model, instance or option.
     """
-    kind = find_instance(instance)
+    kind: Any = find_instance(instance) if isinstance(instance, str) else instance  # or ranks.CpuRanks
     if instances < 1:
         raise ConfigurationError(f"instances is {instances}.", fix="pass at least 1")
     if instances > 1 and not kind.multi_node:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from neuron_accel import Instance, find_instance
 from neuron_accel.errors import UsageError
 from neuron_accel_plan.calibration import Bound, Constant, Level, Machine, machine_of
+from neuron_accel_plan.ranks import CpuRanks
 from neuron_accel_plan.trace import Event
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ def predict_time(
 def constants_of(machine: Instance | Machine | str, calibration: Machine | None) -> Machine:
     """Returns the constants of a machine, or the measured ones and of the machine what was not measured."""
     found = find_instance(machine) if isinstance(machine, str) else machine
+    if calibration is not None and isinstance(found, CpuRanks):
+        return calibration
     base = found if isinstance(found, Machine) else machine_of(found)
     if calibration is None:
         return base
