@@ -58,7 +58,7 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-migrate": {CHECKPOINT_READERS: ("neuronx",)},
     "neuron-accel-plan": {
         PLUGINS: ("auto_layout",),
-        COMMANDS: ("calibrate", "plan"),
+        COMMANDS: ("calibrate", "init", "plan"),
         LAYOUT_CHOICES: ("search",),
         NAMES: ("plan",),
     },
@@ -73,6 +73,7 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 SUMMARIES = {
     "bundle": "write what a support ticket asks for into one file",
     "calibrate": "measure this machine, so that plan predicts time on it",
+    "init": "ask what is trained, and write its script and layout",
     "plan": "count what a training run needs, without hardware",
     "report": "show what training runs did, as a page for a browser",
     "trace": "make a trace of a run, for Perfetto or Chrome",

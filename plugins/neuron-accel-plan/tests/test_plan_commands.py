@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from neuron_accel_plan import calibrate_command, plan_command
+from neuron_accel_plan import calibrate_command, init_command, plan_command
 
 from neuron_accel.commands import Parser, main
 
-MODULES = {"calibrate": calibrate_command, "plan": plan_command}
+MODULES = {"calibrate": calibrate_command, "init": init_command, "plan": plan_command}
 
 
 @pytest.mark.parametrize("name", MODULES)
