@@ -430,7 +430,7 @@ def test_every_way_to_divide_gives_the_same_losses(sharded, ranks, config):
 @pytest.mark.skipif(not is_installed("neuron-accel-plan"), reason="the search is in neuron-accel-plan")
 def test_the_layout_that_a_search_finds_gives_the_same_losses(sharded, monkeypatch):
     folder, _, history = sharded
-    from neuron_accel.contract import plugin_classes
+    from neuron_accel.commands import plugin_classes
 
     searched = {cls.spec.name for cls in plugin_classes()} - {"zero1", "auto_layout", "data_parallel"}
     monkeypatch.setenv("NEURON_ACCEL_DISABLE_PLUGINS", ",".join(searched))  # few layouts to count

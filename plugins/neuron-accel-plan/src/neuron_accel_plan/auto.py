@@ -20,15 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from neuron_accel import find_instance
-from neuron_accel.commands import format_bytes, format_seconds
-from neuron_accel.contract import (
-    ConfigurationError,
-    NeuronAccelError,
-    Phase,
-    PluginSpec,
-    StrategyPlugin,
-    load_dataclass,
-)
+from neuron_accel.commands import format_bytes, format_seconds, load_dataclass
+from neuron_accel.contract import ConfigurationError, NeuronAccelError, Phase, PluginSpec, StrategyPlugin
 from neuron_accel_plan.ranks import memory_of_cpu_rank
 
 if TYPE_CHECKING:
