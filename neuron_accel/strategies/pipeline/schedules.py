@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from neuron_accel.contract import ConfigurationError, did_you_mean
+from neuron_accel.errors import ConfigurationError, did_you_mean
 
 
 # ---- The elements of a schedule: pure data, without torch ------------------------------------------------------------

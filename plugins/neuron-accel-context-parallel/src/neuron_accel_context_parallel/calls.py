@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import UsageError, chunk_to_group
+from neuron_accel.contract import chunk_to_group
+from neuron_accel.errors import UsageError
 from neuron_accel_context_parallel import documents
 from neuron_accel_context_parallel.gradients import scale_gradient
 

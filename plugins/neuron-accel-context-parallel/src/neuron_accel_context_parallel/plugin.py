@@ -7,15 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from neuron_accel.contract import (
-    AxisKind,
-    AxisSpec,
-    ConfigurationError,
-    LayoutSpace,
-    Phase,
-    PluginSpec,
-    StrategyPlugin,
-)
+from neuron_accel.contract import AxisKind, AxisSpec, LayoutSpace, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run

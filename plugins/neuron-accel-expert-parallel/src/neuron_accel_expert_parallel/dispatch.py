@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import UnsupportedModelError, all_to_all_uneven
+from neuron_accel.contract import all_to_all_uneven
+from neuron_accel.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Group, Join

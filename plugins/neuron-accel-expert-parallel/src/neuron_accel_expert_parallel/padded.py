@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import UnsupportedModelError, all_to_all
+from neuron_accel.contract import all_to_all
+from neuron_accel.errors import UnsupportedModelError
 from neuron_accel_expert_parallel.dispatch import BETWEEN_GRAPHS, Dispatcher
 
 _FORM = ("has_gate", "has_bias", "is_transposed")

@@ -8,16 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from neuron_accel.contract import (
-    AxisKind,
-    AxisSpec,
-    ConfigurationError,
-    LayoutSpace,
-    Phase,
-    PluginSpec,
-    StrategyPlugin,
-    UnsupportedModelError,
-)
+from neuron_accel.contract import AxisKind, AxisSpec, LayoutSpace, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from neuron_accel.contract import ConfigurationError, Phase, PlanContext, PlanError, PluginSpec, StrategyPlugin
-from neuron_accel.errors import NonFiniteError
+from neuron_accel.contract import Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, NonFiniteError, PlanError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import neuron_accel
-from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, StrategyPlugin
-from neuron_accel.errors import RecompileError
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, RecompileError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from neuron_accel.contract import ConfigurationError, DesyncError, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, DesyncError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import ParameterRecord, PreparedModel, Run

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from neuron_accel.contract import (
-    Collective,
-    ConfigurationError,
-    Event,
-    Group,
-    Observer,
-    Phase,
-    PluginSpec,
-    StrategyPlugin,
-)
-from neuron_accel.errors import CorruptionError
+from neuron_accel.contract import Collective, Event, Group, Observer, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, CorruptionError
 from neuron_accel_guards.replicas import Part, part_of, replica_of
 
 if TYPE_CHECKING:

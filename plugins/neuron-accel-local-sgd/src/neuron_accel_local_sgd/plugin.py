@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from neuron_accel.contract import (
-    AxisKind,
-    AxisSpec,
-    ConfigurationError,
-    Phase,
-    PlanContext,
-    PlanError,
-    PluginSpec,
-    StrategyPlugin,
-    UsageError,
-    did_you_mean,
-    import_object,
-)
+from neuron_accel.contract import AxisKind, AxisSpec, Phase, PlanContext, PluginSpec, StrategyPlugin, import_object
+from neuron_accel.errors import ConfigurationError, PlanError, UsageError, did_you_mean
 from neuron_accel_local_sgd.outer import AXIS, WHERE, OuterLoop, Schedule, check_steps_alone
 
 if TYPE_CHECKING:

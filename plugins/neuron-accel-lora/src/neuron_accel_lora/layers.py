@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.contract import AxisKind, UsageError, copy_to_group, register_product_hook
+from neuron_accel.contract import AxisKind, copy_to_group, register_product_hook
+from neuron_accel.errors import UsageError
 from neuron_accel_lora.layouts import Factors, shard
 from neuron_accel_lora.options import WHERE
 from neuron_accel_lora.survey import ADAPTER, Survey, Target

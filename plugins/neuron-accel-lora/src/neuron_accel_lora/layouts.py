@@ -13,7 +13,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from neuron_accel.contract import Cut, Layout, UnsupportedModelError
+from neuron_accel.contract import Cut, Layout
+from neuron_accel.errors import UnsupportedModelError
 from neuron_accel_lora.options import WHERE
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from neuron_accel.contract import ConfigurationError, Phase, PlanContext, PluginSpec, StrategyPlugin, UsageError
-from neuron_accel.errors import ParameterError
+from neuron_accel.contract import Phase, PlanContext, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, ParameterError, UsageError
 from neuron_accel_lora.options import WHERE, check_numbers, lora_config, plain
 
 if TYPE_CHECKING:

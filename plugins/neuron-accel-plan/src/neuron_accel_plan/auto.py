@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from neuron_accel import find_instance
 from neuron_accel.commands import format_bytes, format_seconds, load_dataclass
-from neuron_accel.contract import ConfigurationError, NeuronAccelError, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, NeuronAccelError
 from neuron_accel_plan.ranks import memory_of_cpu_rank
 
 if TYPE_CHECKING:

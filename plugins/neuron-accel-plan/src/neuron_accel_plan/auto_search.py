@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from neuron_accel import find_instance
-from neuron_accel.contract import ConfigurationError, NeuronAccelError
+from neuron_accel.errors import ConfigurationError, NeuronAccelError
 from neuron_accel_plan.calibration import load_calibration, machine_of
 from neuron_accel_plan.layout import Planner, _configuration, _with_depth
 from neuron_accel_plan.ranks import CpuRanks, cpu_machine, used_part

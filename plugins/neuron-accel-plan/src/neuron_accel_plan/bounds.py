@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from neuron_accel import ActivationCheckpointingPlugin, ChunkedLossPlugin, Instance
-from neuron_accel.contract import AxisKind, AxisSpec, NeuronAccelError, Stages, StrategyPlugin
+from neuron_accel.contract import AxisKind, AxisSpec, Stages, StrategyPlugin
+from neuron_accel.errors import NeuronAccelError
 from neuron_accel_plan.candidates import Layout, family_of
 from neuron_accel_plan.dry_runs import Answer, Failed, Ranked, Sample, first_line
 from neuron_accel_plan.layout import Planner

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from neuron_accel.contract import AxisKind, NeuronAccelError, StrategyPlugin
+from neuron_accel.contract import AxisKind, StrategyPlugin
+from neuron_accel.errors import NeuronAccelError
 from neuron_accel_plan.candidates import Layout, exclude, offering, text
 from neuron_accel_plan.layout import LayoutCount, Planner
 

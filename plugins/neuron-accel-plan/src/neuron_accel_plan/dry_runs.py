@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from neuron_accel.contract import NeuronAccelError, StrategyPlugin, UsageError
+from neuron_accel.contract import StrategyPlugin
+from neuron_accel.errors import NeuronAccelError, UsageError
 from neuron_accel_plan.candidates import Layout
 from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
 from neuron_accel_plan.step import StepCount

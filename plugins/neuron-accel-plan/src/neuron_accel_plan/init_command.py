@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel.commands import format_bytes, format_seconds, show, terminal_width, wrap_words
-from neuron_accel.contract import ConfigurationError, NeuronAccelError
+from neuron_accel.errors import ConfigurationError, NeuronAccelError
 
 DESCRIPTION = """\
 Ask what is trained, on what and where, search the layout with the shortest predicted time that fits, and write a folder

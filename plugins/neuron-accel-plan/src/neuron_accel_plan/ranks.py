@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel_plan.calibration import Constant, Level, Machine
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from neuron_accel import DryRun, find_instance
-from neuron_accel.contract import NeuronAccelError, Phase, PluginSpec, Stages, StrategyPlugin, UsageError
+from neuron_accel.contract import Phase, PluginSpec, Stages, StrategyPlugin
+from neuron_accel.errors import NeuronAccelError, UsageError
 from neuron_accel_plan.layout import LayoutCount, accelerate_set_aside, checked_reserve
 from neuron_accel_plan.memory import GRADIENTS, HOST, WEIGHTS, StepCounter
 from neuron_accel_plan.step import StepCount, flows_of, kept_tensors, no_collection, waiting_gradients

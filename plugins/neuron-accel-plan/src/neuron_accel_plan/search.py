@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from neuron_accel import Instance, find_instance
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel_plan.bounds import Bounds, Estimate
 from neuron_accel_plan.candidates import Layout, exclude, layouts_of, offering, text
 from neuron_accel_plan.dry_runs import DryRuns, Failed, Ranked, Sample, Task

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.contract import ConfigurationError, NeuronAccelError, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError, NeuronAccelError
 from neuron_accel_report.live import Display, make_display
 from neuron_accel_report.recorder import Measured, Recorder, Scalars
 from neuron_accel_report.records import (
