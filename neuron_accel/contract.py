@@ -54,7 +54,7 @@ from neuron_accel.engine.runtime.tensors import BufferBroadcast
 # how the parameters of the original model are sharded on this rank
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.engine.sharding.logits import LogitsTensor
-from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
+from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord, WeightShard
 from neuron_accel.engine.sharding.product_hooks import WithProductHooks, register_product_hook
 
 # an optimizer whose state is sharded over ranks; weights that are, too
@@ -135,6 +135,7 @@ __all__ = [
     "UnitsOfModel",
     "UnsupportedModelError",
     "UsageError",
+    "WeightShard",
     "WithProductHooks",
     "all_to_all",
     "all_to_all_uneven",

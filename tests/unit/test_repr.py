@@ -88,6 +88,7 @@ def objects(tmp_path_factory) -> list[object]:
         pass
     traffic.transfers.append(transfer := contract.Transfer(op="all_reduce", group="dp", size=2, sent=64))
     reducer = contract.GradientReducer(prepared, run)
+    weights = contract.WeightShard(read=torch.Tensor, start=0, stop=8, axes=("dp",), gather=torch.Tensor, changed=int)
     other = nn.Linear(4, 4)
     tiny = SimpleNamespace(model_type="tiny", hidden_size=8)
     arguments = NeuronTrainingArguments(str(tmp_path_factory.mktemp("trainer")), use_cpu=True, report_to=[])
@@ -121,6 +122,7 @@ def objects(tmp_path_factory) -> list[object]:
         traffic,
         transfer,
         reducer,
+        weights,
         sharded,
         layout,
         LocalBoard(),
