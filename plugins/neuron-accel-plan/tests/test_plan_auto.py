@@ -88,6 +88,7 @@ def test_two_ranks_train_like_one_process_and_resume_with_the_layout(tmp_path, c
     said = capfd.readouterr()
     said = " ".join((said.out + said.err).split())
     assert said.count('plugins="auto" is') == 1, said
+    assert "the layout was chosen for" not in said  # no warning
     answer = first[1]["answer"]
     assert answer["layout"] in said
     assert "the fastest of" in said
@@ -166,6 +167,19 @@ def test_another_training_than_that_of_the_checkpoint_is_another_question(monkey
     auto.choose(asked | {"global_batch": 16}, world_size=2, recorded=recorded, **where)
     auto.choose(asked, world_size=2, recorded={"plugins": {"zero1": {}}}, **where)
     assert len(searched) == 4
+
+
+def test_another_model_or_batch_than_planned_is_warned_of():
+    planned = {"question": {"global_batch": 8}, "answer": {"parameters": 5, "configuration": {}}}
+    accelerator = NeuronAccelerator(plugins=[auto.AutoLayout(**planned)])
+    loader = torch.utils.data.DataLoader(torch.zeros(16, 2), batch_size=4)
+    with pytest.warns(UserWarning, match="the layout was chosen for") as warned:
+        accelerator.prepare(torch.nn.Linear(2, 2), loader)
+    texts = [str(each.message) for each in warned if 'plugins="auto"' in str(each.message)]
+    assert len(texts) == 2
+    assert "a model of 5 parameters, and this one has 6" in texts[0]
+    assert "steps of 8 samples, and the first loader gives 4" in texts[1]
+    accelerator.end_training()
 
 
 def test_the_cores_of_an_instance_that_a_run_has():

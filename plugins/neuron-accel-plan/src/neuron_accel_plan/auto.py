@@ -155,6 +155,16 @@ class AutoLayout(StrategyPlugin):
         if planned != found:
             _warn(run, f"the layout was chosen for a model of {planned:,} parameters, and this one has {found:,}")
 
+    def transform_dataloader(self, dataloader: Any, run: Run) -> Any:
+        size = getattr(dataloader, "total_batch_size", None)  # of all ranks; streams may not have one
+        if size is not None and "loader" not in run.state(self):  # those after the first may be for evaluation
+            calls = self.answer["configuration"].get("gradient_accumulation_steps", 1)
+            if size * calls != self.question["global_batch"]:
+                text = f"of {self.question['global_batch']} samples, and the first loader gives {size * calls}"
+                _warn(run, f"the layout was chosen for steps {text} ({calls} micro-batches)")
+        run.state(self)["loader"] = True
+        return dataloader
+
 
 def _warn(run: Run, text: str) -> None:
     if run.backend.rank == 0:
