@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that a strategy plugin may use, in one module.
 
-Built-in strategies import this module and nothing else of the core. A plugin of a third party does the same, and may
-also import ``neuron_accel``, ``neuron_accel.errors`` and ``neuron_accel.testing``. All other modules are private and
-may change in any release. Names may be added here; any other change raises :data:`API_VERSION`.
+Built-in strategies import this module and ``neuron_accel.errors``, which needs no torch, and nothing else of the core.
+A plugin of a third party does the same, and may also import ``neuron_accel`` and ``neuron_accel.testing``. All other
+modules are private and may change in any release. Names may be added here; any other change raises :data:`API_VERSION`.
 """
 
 # devices, groups, collectives, events

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "commands": {"web_page", "terminal", "cli", "launch", "engine"},
     "models": {"models", "engine", "errors"},
     "lazy": {"lazy", "engine", "checkpoint", "errors"},
-    "strategies": {"strategies", "contract"},
+    "strategies": {"strategies", "contract", "errors"},
     "data": {"data", "engine", "backends", "errors"},
     "neuron": {"neuron", "engine", "backends", "storage", "errors"},
     "checkpoint": {"checkpoint", "lazy", "engine", "backends", "storage", "doors", "errors"},
