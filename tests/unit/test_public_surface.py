@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import importlib
 import inspect
 import re
@@ -73,16 +74,17 @@ def _members(cls: type) -> Iterator[str]:
         return
     if issubclass(cls, StrategyPlugin) and cls is not StrategyPlugin:
         return  # what it does in its hooks is its own business
-    for name, value in sorted(vars(cls).items()):
+    options = {f.name for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else set()
+    for name, value in sorted({**inspect.get_annotations(cls), **vars(cls)}.items()):
         if name.startswith("_"):
             continue
-        if isinstance(value, property):
+        if isinstance(value, (property, functools.cached_property)):
             yield f"property {name}"
         elif isinstance(value, (staticmethod, classmethod)):
             yield f"{type(value).__name__} {name}{_signature(value.__func__)}"
         elif inspect.isfunction(value):
             yield f"def {name}{_signature(value)}"
-        elif name not in getattr(cls, "__dataclass_fields__", ()):
+        elif name not in options:
             yield f"attribute {name}"
 
 

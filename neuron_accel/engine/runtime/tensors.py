@@ -99,7 +99,7 @@ class BufferBroadcast:
         self._model, self._run = model, run
         self._is_stale = False
         self._action = run.join.register("the broadcast of buffers", self._send)
-        self._names = dict(model.module.named_buffers()).keys()
+        self._names = [name for name, _ in model.module.named_buffers()]
         self._by_axes = buffers_by_axes(model, run)
 
         def notice(
@@ -127,8 +127,8 @@ class BufferBroadcast:
 
     def _send(self) -> None:
         self._is_stale, buffers = False, dict(self._model.module.named_buffers())
-        if buffers.keys() != self._names:  # a module has got one, or lost one
-            self._names, self._by_axes = buffers.keys(), buffers_by_axes(self._model, self._run)
+        if [*buffers] != self._names:  # a module has got one, or lost one
+            self._names, self._by_axes = [*buffers], buffers_by_axes(self._model, self._run)
         for axes, names in self._by_axes.items():
             group, source = self._run.group(*axes), self._run.join.position_of_leader(axes)
             broadcast_tensors([buffers[name] for name in names], self._run, group, source)
