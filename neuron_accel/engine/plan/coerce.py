@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import functools
 import inspect
 import math
 import os
@@ -84,7 +85,7 @@ def build(cls: type[T], options: Any, at: Location, subject: str) -> T:
             why="there is no default",
             fix=f"add '{required[0]}: ...'",
         )
-    values = {key: convert(value, field_type(cls, fields[key]), at / key) for key, value in options.items()}
+    values = {key: convert(value, field_type(cls, fields[key]), at / key) for key, value in options.items()}  # type: ignore[arg-type]
     try:
         return cls(**values)
     except NeuronAccelError as error:
@@ -98,6 +99,7 @@ def _is_required(f: dataclasses.Field) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
+@functools.cache
 def field_type(cls: type, f: dataclasses.Field) -> Any:
     """Returns the resolved annotation of a field. ``torch`` need not be imported in the module of the class.
 
@@ -251,7 +253,7 @@ def check_fields(obj: Any) -> None:
         if not f.init or not hasattr(obj, f.name):
             continue
         try:
-            hint = field_type(type(obj), f)
+            hint = field_type(type(obj), f)  # type: ignore[arg-type]
         except PluginError:  # a name for type checkers only; such an option raises an error in a configuration file
             continue
         value, at = getattr(obj, f.name), Location(source=type(obj).__name__, path=(f.name,))
