@@ -34,9 +34,9 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "dp2, fully sharded": [{"fully_sharded": {}}],
     "dp2, fully sharded, recomputation": [{"fully_sharded": {}}, {"activation_checkpointing": {}}],
     "tp2": [TP],
-    "tp2, sp": [TP, {"sequence_parallel": {}}],
+    "tp2, sp": [TP, {"sequence_parallel": {"regather": False}}],
     "tp2, recomputation": [TP, {"activation_checkpointing": {}}],
-    "tp2, sp, recomputation": [TP, {"sequence_parallel": {}}, {"activation_checkpointing": {}}],
+    "tp2, sp, recomputation": [TP, {"sequence_parallel": {"regather": False}}, {"activation_checkpointing": {}}],
     "pp2": [{"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 4}}],
 }
 GLOBAL_BATCH = 8

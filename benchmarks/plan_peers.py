@@ -132,7 +132,7 @@ class Case:
         if self.tensor_parallel > 1:
             found.append({"tensor_parallel": {"tensor_parallel_size": self.tensor_parallel}})
         if self.sequence_parallel:
-            found.append({"sequence_parallel": {}})
+            found.append({"sequence_parallel": {"regather": False}})
         if self.recompute:
             found.append({"activation_checkpointing": {}})
         return [*found, {"zero1": {}}]

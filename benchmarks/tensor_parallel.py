@@ -90,7 +90,7 @@ def ours(
     from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, SequenceParallelPlugin
 
     plugins: list[Any] = [ModelParallelismPlugin(tensor_parallel_size=dist.get_world_size())]
-    plugins += [SequenceParallelPlugin(overlap_gather=overlap_gather)] if sequence_parallel else []
+    plugins += [SequenceParallelPlugin(overlap_gather=overlap_gather, regather=False)] if sequence_parallel else []
     accelerator = NeuronAccelerator(plugins=plugins)
     memory = PeakMemory()
     model = accelerator.prepare(build(small))
@@ -217,7 +217,7 @@ def kept_bytes(small: bool, layers: int, tensor_parallel: bool, sequence_paralle
     model: Any = LlamaForCausalLM(sizes).train()
     if tensor_parallel:
         plugins: list[Any] = [ModelParallelismPlugin(tensor_parallel_size=dist.get_world_size())]
-        plugins += [SequenceParallelPlugin()] if sequence_parallel else []
+        plugins += [SequenceParallelPlugin(regather=False)] if sequence_parallel else []
         model = NeuronAccelerator(plugins=plugins).prepare(model)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}

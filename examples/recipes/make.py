@@ -21,12 +21,22 @@ from typing import Any
 import yaml
 from table import MODELS, RECIPES, Recipe
 
-from neuron_accel import find_instance
+from neuron_accel import find_instance, plan
 from neuron_accel.cli.main import main as neuron_accel
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "recipes.md"
 PREDICTED = HERE / "predicted.json"
+FIGURES = ["GiB of a core", "s a step", "tokens/s", "instance hours for 1 B tokens"]
+PUBLISHED = """\
+### Published layouts
+
+Layouts that AWS publishes for these instances, with its batch and sequence where it names them. In the last
+column the gathered inputs of attention and feed-forward are kept, which
+[`SequenceParallelPlugin`](tensor_parallel.md#gathering-again) gathers again by default. Of TorchTitan Neuron's
+families, GPT-OSS has the recipe [above](#gpt-oss-20b), with TP4 and experts over 8 ranks. Mixtures train with ZeRO-1
+here, since experts in parallel do not compose with fully sharded parameters. Scores of attention are recomputed
+in all of these layouts."""
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 TABLES = re.compile(
     r"(?<=<!-- tables, written by examples/recipes/make.py -->\n).*(?=<!-- end of tables -->)", re.DOTALL
@@ -60,13 +70,29 @@ def count(recipe: Recipe) -> dict[str, Any]:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             neuron_accel(command.split())
-    found = json.loads(said.getvalue())
+        found = json.loads(said.getvalue())
+        kept = {}
+        if recipe.published and recipe.tp > 1:
+            plugins = [
+                {each: {"regather": False}} if each == "sequence_parallel" else each for each in recipe.plugins()
+            ]
+            counted = plan(
+                model,
+                config={"plugins": plugins},
+                world_size=ranks(recipe),
+                global_batch=recipe.global_batch,
+                sequence=recipe.sequence,
+                accumulation=recipe.accumulation,
+                instance=recipe.instance,
+            )
+            kept = {"memory_without_regather": counted.step.peak.total}
     return {
         "mesh": found["mesh"],
         "parameters": found["parameters"],
         "memory": found["memory"]["total"],
         "core": found["core_bytes"],
         "seconds": [found["time"][each] for each in ("seconds", "low", "high")],
+        **kept,
         "of": counted_as(recipe),
     }
 
@@ -118,17 +144,36 @@ def tables(predicted: dict[str, Any]) -> str:
     """Sections of the page, one for each model."""
     parts = []
     for key, model in MODELS.items():
-        head = ["recipe", "instances", "mesh", "GiB of a core", "s a step", "tokens/s", "instance hours for 1 B tokens"]
         rows = [
-            row(recipe, predicted.get(f"{recipe.model}/{recipe.name}")) for recipe in RECIPES if recipe.model == key
+            row(recipe, predicted.get(f"{recipe.model}/{recipe.name}"))
+            for recipe in RECIPES
+            if recipe.model == key and not recipe.published
         ]
-        table = [head, ["---"] * len(head), *rows]
-        parts += [
-            f"### {model.title}",
-            textwrap.fill(f"[`{model.hub}`](https://huggingface.co/{model.hub}). {model.remark}", 130, **WHOLE_WORDS),
-            "\n".join(f"| {' | '.join(line)} |" for line in table),
-        ]
-    return "\n\n".join(parts)
+        if rows:
+            parts += [
+                f"### {model.title}",
+                textwrap.fill(
+                    f"[`{model.hub}`](https://huggingface.co/{model.hub}). {model.remark}", 130, **WHOLE_WORDS
+                ),
+                table("recipe", "instances", "mesh", *FIGURES, rows=rows),
+            ]
+    rows = [
+        published_row(recipe, predicted.get(f"{recipe.model}/{recipe.name}")) for recipe in RECIPES if recipe.published
+    ]
+    head = ["layout", "published by", "differs there", "instances", "mesh", *FIGURES[:2], "GiB with `regather=False`"]
+    return "\n\n".join([*parts, PUBLISHED, table(*head, rows=rows)])
+
+
+def table(*head: str, rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+
+
+def published_row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]:
+    link, where, mesh, memory, times, *_ = row(recipe, predicted)
+    title = MODELS[recipe.model].title
+    kept = (predicted or {}).get("memory_without_regather")
+    without = "" if kept is None else f"{kept / 2**30:.1f}"
+    return [f"{title}: {link}", recipe.published, recipe.theirs, where, mesh, memory, times, without]
 
 
 def row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]:

@@ -13,6 +13,15 @@ LLAMA_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LLAMA_2 = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL_LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
@@ -50,7 +59,13 @@ class Recipe:
         microbatches: micro-batches of a pipeline.
         recompute: of how many blocks one is recomputed in the backward pass; 0: no block is.
         chunks: chunks in which the loss is computed; 0: at once.
-        sequence: tokens in a sample.
+        tokens: tokens in a sample; 0: those of the task.
+        fully_sharded: consecutive data-parallel ranks over which weights, gradients and optimizer state are sharded,
+            with replicas of them on the others; 0: ZeRO-1 over all.
+        flash: whether attention is computed without a matrix of scores; if not, the scores are recomputed.
+        published: what has published this layout, in Markdown.
+        theirs: its own strategies, where they are called otherwise.
+        layout: ends the name of a published layout.
     """
 
     model: str
@@ -65,14 +80,20 @@ class Recipe:
     microbatches: int = 1
     recompute: int = 0
     chunks: int = 0
+    tokens: int = 0
+    fully_sharded: int = 0
+    flash: bool = True
+    published: str = ""
+    theirs: str = ""
+    layout: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.task}-{self.instance}"
+        return "-".join([self.task, self.instance, *([self.layout] if self.layout else [])])
 
     @property
     def sequence(self) -> int:
-        return 4096 if self.task == "pretrain" else 2048
+        return self.tokens or (4096 if self.task == "pretrain" else 2048)
 
     @property
     def training(self) -> dict[str, Any]:
@@ -95,7 +116,11 @@ class Recipe:
                 sizes |= {"pipeline_parallel_size": self.pp, "num_microbatches": self.microbatches}
             found.append({"model_parallelism": sizes})
         found += ["sequence_parallel"] if self.tp > 1 else []
-        found += ["zero1", "flash_attention"]
+        hybrid = {"fully_sharded": {"hybrid_shard_size": self.fully_sharded}}
+        found.append(
+            hybrid if self.fully_sharded and self.instances > 1 else "fully_sharded" if self.fully_sharded else "zero1"
+        )
+        found.append("flash_attention" if self.flash else {"activation_checkpointing": {"modules": "core_attention"}})
         if self.recompute:
             every = {"activation_checkpointing": {"every": self.recompute}}
             found.append(every if self.recompute > 1 else "activation_checkpointing")
@@ -145,6 +170,22 @@ MODELS = {
             "bos_token_id": 128000,
             "eos_token_id": 128001,
         },
+        remark="The weights are behind Meta's licence: accept it on the model's page, then `hf auth login`.",
+    ),
+    "llama-2-7b": Model(
+        title="Llama 2 7B",
+        hub="meta-llama/Llama-2-7b-hf",
+        config=LLAMA_2
+        | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 32},
+        remark="The weights are behind Meta's licence: accept it on the model's page, then `hf auth login`.",
+    ),
+    "llama-2-70b": Model(
+        title="Llama 2 70B",
+        hub="meta-llama/Llama-2-70b-hf",
+        config=LLAMA_2
+        | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8},
         remark="The weights are behind Meta's licence: accept it on the model's page, then `hf auth login`.",
     ),
     "qwen3-8b": Model(
@@ -225,6 +266,42 @@ MODELS = {
         "weights of experts are in MXFP4, which cannot be trained. Convert them once to bfloat16: load them with "
         "`Mxfp4Config(dequantize=True)` of transformers, and `save_pretrained` the model.",
     ),
+    "moonlight-16b-a3b": Model(
+        title="Moonlight 16B-A3B (architecture of DeepSeek-V3)",
+        hub="moonshotai/Moonlight-16B-A3B",
+        config={
+            "model_type": "deepseek_v3",
+            "vocab_size": 163840,
+            "hidden_size": 2048,
+            "intermediate_size": 11264,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.446,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+            "bos_token_id": 163584,
+            "eos_token_id": 163585,
+            "pad_token_id": 163838,
+        },
+        adapted=list(ATTENTION),
+        remark="A mixture of 64 experts, of which a token uses 6, and 2 that all tokens use. Experts take at most "
+        "twice the mean number of tokens, as for Qwen3 30B-A3B.",
+    ),
     "gemma-3-1b": Model(
         title="Gemma 3 1B",
         hub="google/gemma-3-1b-pt",
@@ -249,6 +326,10 @@ MODELS = {
     ),
 }
 
+
+NXD = "https://github.com/aws-neuron/neuronx-distributed/blob/main/examples/training/llama"
+PRACTICES = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/training/best-practices.html"
+TITAN = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/training/torchtitan"
 
 RECIPES = [
     Recipe(model="llama-3.1-8b", task="pretrain", instance="trn1.32xlarge", global_batch=256, accumulation=64, tp=8),
@@ -411,4 +492,104 @@ RECIPES = [
     ),
     Recipe(model="gemma-3-1b", task="lora", instance="trn1.32xlarge", global_batch=64, accumulation=4, tp=2, chunks=8),
     Recipe(model="gemma-3-1b", task="lora", instance="trn2.48xlarge", global_batch=64, accumulation=2, tp=2, chunks=8),
+    Recipe(
+        model="llama-2-7b",
+        task="pretrain",
+        instance="trn1.32xlarge",
+        instances=4,
+        global_batch=1024,
+        accumulation=64,
+        tp=8,
+        flash=False,
+        layout="tp8",
+        published=f"[neuronx-distributed]({NXD}/tp_zero1_llama_hf_pretrain/tp_zero1_llama2_7B_hf_pretrain.sh)",
+    ),
+    Recipe(
+        model="llama-3.1-8b",
+        task="pretrain",
+        instance="trn1.32xlarge",
+        instances=4,
+        global_batch=1024,
+        accumulation=256,
+        tp=32,
+        tokens=8192,
+        layout="tp32",
+        published=f"[neuronx-distributed]({NXD}/tp_zero1_llama_hf_pretrain/tp_zero1_llama31_8B_hf_pretrain.sh)",
+    ),
+    Recipe(
+        model="llama-3.1-70b",
+        task="pretrain",
+        instance="trn1.32xlarge",
+        instances=32,
+        global_batch=1024,
+        tp=32,
+        pp=8,
+        microbatches=256,
+        tokens=8192,
+        layout="tp32-pp8",
+        published=f"[neuronx-distributed]({NXD}/tp_pp_llama_hf_pretrain/run_llama31_70B_tp_pp.sh)",
+        theirs="also recomputes feed-forward",
+    ),
+    Recipe(
+        model="llama-2-70b",
+        task="pretrain",
+        instance="trn1.32xlarge",
+        instances=32,
+        global_batch=1024,
+        tp=32,
+        pp=4,
+        microbatches=128,
+        flash=False,
+        layout="tp32-pp4",
+        published=f"[neuronx-distributed]({NXD}/lightning/run_llama_70b_tp_pp_ptl.sh)",
+    ),
+    Recipe(
+        model="qwen3-8b",
+        task="pretrain",
+        instance="trn2.48xlarge",
+        global_batch=256,
+        accumulation=16,
+        tp=4,
+        fully_sharded=16,
+        layout="tp4-fsdp16",
+        published=f"[TorchTitan Neuron]({TITAN}/tutorials/tutorial-basic-training.html), `qwen3_8b_tp4_fsdp16_sac`",
+        theirs="recomputes by operation; here the scores of attention",
+    ),
+    Recipe(
+        model="llama-3.1-8b",
+        task="pretrain",
+        instance="trn2.48xlarge",
+        global_batch=256,
+        accumulation=16,
+        tp=4,
+        fully_sharded=16,
+        layout="tp4-fsdp16",
+        published=f"[TorchTitan Neuron]({TITAN}/tutorials/tutorial-simple-fsdp-training.html)",
+        theirs="SimpleFSDP, compiled",
+    ),
+    Recipe(
+        model="llama-3.1-70b",
+        task="pretrain",
+        instance="trn2.48xlarge",
+        instances=4,
+        global_batch=64,
+        tp=4,
+        fully_sharded=16,
+        recompute=1,
+        layout="tp4-fsdp16-hybrid",
+        published=f"[AWS]({PRACTICES}): TP4 in a chip, FSDP between chips, replicas between instances",
+    ),
+    Recipe(
+        model="moonlight-16b-a3b",
+        task="pretrain",
+        instance="trn2.48xlarge",
+        global_batch=256,
+        accumulation=16,
+        tp=4,
+        ep=16,
+        recompute=1,
+        layout="tp4-ep16",
+        published=f"[TorchTitan Neuron]({TITAN}/tutorials/tutorial-simple-fsdp-training.html): DeepSeek-V3",
+        theirs="experts and SimpleFSDP",
+    ),
 ]

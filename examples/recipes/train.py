@@ -97,7 +97,7 @@ class Recipe:
     def tiny(self, ranks: int) -> Recipe:
         """The same recipe for a tiny model and a few ranks: each degree is 2 as long as there are ranks for it."""
         plugins: list[Any] = json.loads(json.dumps(self.accelerator["plugins"]))
-        for size in ("pipeline_parallel_size", "expert_parallel_size", "tensor_parallel_size"):
+        for size in ("pipeline_parallel_size", "expert_parallel_size", "hybrid_shard_size", "tensor_parallel_size"):
             for options in (value for entry in plugins if isinstance(entry, dict) for value in entry.values()):
                 if options.get(size, 1) > 1:
                     options[size] = 2 if ranks >= 2 else 1
@@ -122,6 +122,7 @@ class Recipe:
 
 def tiny_config(config: Any) -> Any:
     """A model of the same family in which everything is small."""
+    one_each = config.num_key_value_heads == config.num_attention_heads
     small = {
         "vocab_size": 160,
         "hidden_size": 32,
@@ -129,17 +130,28 @@ def tiny_config(config: Any) -> Any:
         "moe_intermediate_size": 24,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": min(2, config.num_key_value_heads),
+        "num_key_value_heads": 4 if one_each else min(2, config.num_key_value_heads),
         "head_dim": 8,
         "query_pre_attn_scalar": 8,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
         "num_experts": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 8,
         "max_position_embeddings": 64,
         "initializer_range": 0.1,
     }
-    kept = {name: value for name, value in small.items() if getattr(config, name, None) is not None}
+    missing = object()
+    own = {name: getattr(config, name, missing) for name in small}
+    kept = {name: None if own[name] is None else value for name, value in small.items() if own[name] is not missing}
     return AutoConfig.for_model(config.model_type, **kept, bos_token_id=1, eos_token_id=1, pad_token_id=0)
 
 

@@ -112,7 +112,7 @@ class TestSequenceParallelOverlapping(TestSequenceParallel):
     conflicts: ClassVar = {"xla": "cannot be gathered while the layer computes"}
 
 
-class TestSequenceParallelRegathering(TestSequenceParallel):
+class TestSequenceParallelKeeping(TestSequenceParallel):
     @pytest.fixture
     def plugin(self):
-        return SequenceParallelPlugin(regather=True)
+        return SequenceParallelPlugin(regather=False)

@@ -23,7 +23,7 @@ COMPOSITIONS = {
     "tp2": (2, [TP2]),
     "tp4": (4, [TP4]),
     "tp2-sp": (2, [TP2, SP]),
-    "tp2-sp-regather": (2, [TP2, {SP: {"regather": True}}]),
+    "tp2-sp-keep": (2, [TP2, {SP: {"regather": False}}]),
     "tp2-dp2-zero1-sp": (4, [TP2, SP, ZERO]),
 }
 EIGHT = {
@@ -58,7 +58,7 @@ def test_accumulates_like_one_process(composition):
     check("llama", composition, Training(accumulation=2))
 
 
-@pytest.mark.parametrize("composition", ["zero1-dp2", "tp2-sp", "tp2-sp-regather"])
+@pytest.mark.parametrize("composition", ["zero1-dp2", "tp2-sp", "tp2-sp-keep"])
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
 def test_tied_and_untied(model, composition):
     check(model, composition, Training())

@@ -60,7 +60,7 @@ class SequenceParallelPlugin(StrategyPlugin):
     """
 
     overlap_gather: bool = False
-    regather: bool = False
+    regather: bool = True
     hooks_on_shards: bool = False
 
     spec = PluginSpec(

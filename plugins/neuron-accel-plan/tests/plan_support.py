@@ -20,7 +20,7 @@ def plugins_of(names: Sequence[str]):
     made = {
         "tp": lambda: TensorParallelPlugin(tensor_parallel_size=2),
         "sp": SequenceParallelPlugin,
-        "sp-regather": lambda: SequenceParallelPlugin(regather=True),
+        "sp-keep": lambda: SequenceParallelPlugin(regather=False),
         "sp-overlap": lambda: SequenceParallelPlugin(overlap_gather=True),
         "zero1": Zero1Plugin,
         "stage 3": FullyShardedPlugin,

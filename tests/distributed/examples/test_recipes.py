@@ -47,6 +47,21 @@ def test_predictions_are_those_of_the_recipes(make):
     assert [name for name, found in predicted.items() if found["memory"] > 0.9 * found["core"]] == []
 
 
+def test_published_layouts_decide_that_inputs_are_gathered_again():
+    """Those that fit only so are named, with both figures, where the default is explained."""
+    predicted = json.loads((FOLDER / "predicted.json").read_text())
+    page = (FOLDER.parents[1] / "docs" / "tensor_parallel.md").read_text()
+    said = page[page.index("### Gathering again") :].split("##")[1]
+    compared = {
+        name: found for name, found in predicted.items() if "trn1" in name and "memory_without_regather" in found
+    }
+    only = {name for name, found in compared.items() if found["memory_without_regather"] > 0.9 * found["core"]}
+    assert (len(only), len(compared)) == (2, 4)
+    for name in only:
+        for figure in ("memory", "memory_without_regather"):
+            assert f"{compared[name][figure] / 2**30:.1f}" in said, name
+
+
 def test_models_have_their_published_sizes():
     """Parameters, in billions, of the cards of the models on the hub."""
     import torch
@@ -55,6 +70,9 @@ def test_models_have_their_published_sizes():
     published = {
         "llama-3.1-8b": 8.03,
         "llama-3.1-70b": 70.6,
+        "llama-2-7b": 6.74,
+        "llama-2-70b": 69.0,
+        "moonlight-16b-a3b": 15.96,
         "qwen3-8b": 8.19,
         "qwen3-30b-a3b": 30.5,
         "gpt-oss-20b": 20.9,

@@ -58,7 +58,7 @@ FAMILIES = {"llama": llama, "gpt2": gpt2}
 def make_run(*, degree: int, sequence_parallel: bool = False, **options: Any) -> Run:
     """A run of the ranks there are, with tensor parallelism of ``degree``, and options of the plugins."""
     backend = TorchBackend.connect("cpu")
-    given = {"overlap_gather": options.pop("overlap_gather", False), "regather": options.pop("regather", False)}
+    given = {name: options.pop(name) for name in ("overlap_gather", "regather") if name in options}
     plugins = [ModelParallelismPlugin(tensor_parallel_size=degree, **options)]
     if sequence_parallel:
         plugins.append(SequenceParallelPlugin(**given, hooks_on_shards=True))

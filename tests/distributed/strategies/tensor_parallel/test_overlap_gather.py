@@ -211,7 +211,7 @@ class Clock(TorchDispatchMode):
 def time_step(family: str, delay: int, overlap_gather: bool) -> tuple[int, int]:
     """How long a step takes, and how many operations in it may be hidden behind communication, or must be enough to
     hide it."""
-    run = make_run(degree=2, sequence_parallel=True, overlap_gather=overlap_gather)
+    run = make_run(degree=2, sequence_parallel=True, overlap_gather=overlap_gather, regather=False)
     model = FAMILIES[family]()
     shard(model, run)
     network = Network(run.backend, delay)
@@ -290,27 +290,28 @@ def test_key_value_heads_on_several_ranks():
     assert_parallel_equivalence(model, token_batches(3), [TP4, OVERLAPPING, RECOMPUTE], ranks=4)
 
 
-def regathered(overlap_gather):
+def step_of(overlap_gather, regather):
     found = {}
     for name in (*FAMILIES, "opt", "qwen2_moe"):
         model = FAMILIES[name]() if name in FAMILIES else tiny_model(name)
-        options = {"sequence_parallel": True, "overlap_gather": overlap_gather, "regather": True}
+        options = {"sequence_parallel": True, "overlap_gather": overlap_gather, "regather": regather}
         found[name] = compare_step(model, batch(7), degree=2, **options)
     return found
 
 
+@pytest.mark.parametrize("regather", [False, True])
 @pytest.mark.parametrize("overlap_gather", [False, True])
-def test_gathering_again_in_backward_changes_no_gradient(overlap_gather):
-    for found in run_ranks(regathered, 2, overlap_gather):
+def test_gathering_again_in_backward_changes_no_gradient(overlap_gather, regather):
+    for found in run_ranks(step_of, 2, overlap_gather, regather):
         for name, compared in found.items():
             assert compared["loss"] == pytest.approx(compared["expected"], rel=1e-5), name
             assert compared["error"] < 1e-4, (name, compared["where"])
 
 
 @pytest.mark.parametrize("others", [["zero1"], [RECOMPUTE]])
-def test_gathering_again_beside_other_strategies(others):
+def test_keeping_gathered_inputs_beside_other_strategies(others):
     model = functools.partial(llama, kv_heads=2)
-    plugins = [TP2, {"sequence_parallel": {"regather": True}}, *others]
+    plugins = [TP2, {"sequence_parallel": {"regather": False}}, *others]
     assert_parallel_equivalence(model, token_batches(3), plugins, ranks=2)
 
 
