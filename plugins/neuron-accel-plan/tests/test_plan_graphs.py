@@ -64,7 +64,7 @@ def test_padding_of_experts_is_a_factor_of_work(mixture):
 
 
 def test_a_search_rules_out_what_cannot_compile(mixture):
-    from neuron_accel_plan import search
+    from neuron_accel_plan import dry_runs, search
     from neuron_accel_plan.layout import Planner
 
     planner = Planner(mixture, world_size=8, global_batch=16, sequence=64, instance="trn1.32xlarge")
@@ -75,6 +75,6 @@ def test_a_search_rules_out_what_cannot_compile(mixture):
         def count(self, plugins, accumulation, **options):
             return replace(count, step=replace(count.step, noted=("complex numbers", "topk")))
 
-    assert isinstance(search._answer(planner, None, layout), search.Ranked)
-    failed = search._answer(Counts(), None, layout)
-    assert failed == search._Failed("NCC_EVRF004: complex numbers are not supported")
+    assert isinstance(dry_runs.answer(planner, None, layout), search.Ranked)
+    failed = dry_runs.answer(Counts(), None, layout)
+    assert failed == dry_runs.Failed("NCC_EVRF004: complex numbers are not supported")
