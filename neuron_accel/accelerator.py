@@ -191,7 +191,7 @@ class NeuronAccelerator(Accelerator):
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in ACCELERATES}
-        configured = load_config(config) if config is not None else RunConfig()
+        configured = load_config(config, searches=True) if config is not None else RunConfig()
         options = merged_options(configured, given, os.environ)
         training, listed = planned_training(plugins, plan_for, configured, has_config=config is not None)
         wanted = [*checked_plugins(listed, mp_plugin), *configured.plugins]

@@ -126,10 +126,11 @@ def planned_training(
         ConfigurationError: if ``plan_for`` has no effect, or names a key that the configuration has.
     """
     given = dict(plan_for or {})
-    listed = [plugins] if plugins == AUTO else plugins
-    auto = not isinstance(listed, str) and isinstance(listed, Iterable) and any(each == AUTO for each in listed)
-    if auto:
-        listed = [each for each in listed if each != AUTO]
+    listed, auto = plugins, plugins == AUTO
+    if auto or (isinstance(plugins, Iterable) and not isinstance(plugins, (str, Mapping, StrategyPlugin))):
+        entries = [AUTO] if auto else list(plugins)  # an iterator can be read once
+        listed = [each for each in entries if each != AUTO]
+        auto = len(listed) < len(entries)
     if configured.plan_for is None and not auto:
         if plan_for is not None and not has_config:
             raise ConfigurationError(

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from neuron_accel.backends.select import flag
 from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from neuron_accel.engine.runtime.run import Run
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 # ---- Ending the run after a few steps of every phase -----------------------------------------------------------------

@@ -38,7 +38,7 @@ def choose_layout(
         ConfigurationError: on every rank, if no package is installed, or it cannot choose.
     """
     answer: Any = None
-    if backend.rank == 0:
+    if backend.rank == 0 or not backend.has_values:  # a dry run of one rank receives nothing
         ranks = {"world_size": backend.world_size, "device": backend.device.type, "hardware": hardware}
         try:
             answer = _chooser()(training, **ranks, accumulation=accumulation, recorded=recorded())

@@ -90,12 +90,15 @@ def option_type(name: str) -> Any:
     return field_type(_Keys, next(f for f in dataclasses.fields(_Keys) if f.name == name))
 
 
-def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry | None = None) -> RunConfig:
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any], *, registry: Registry | None = None, searches: bool = False
+) -> RunConfig:
     """Reads and checks a configuration.
 
     Args:
         source: the path of a YAML file, or a mapping of the same form.
         registry: where plugins are looked up; by default those installed and registered in this process.
+        searches: whether the caller has the layout chosen that ``plugins: auto`` asks for. It is an error otherwise.
 
     Raises:
         ConfigurationError: for an unknown key, or an invalid type or value; the message has file, line, key and valid
@@ -122,6 +125,12 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, registry:
     named = [(index, entry) for index, entry in enumerate(keys.plugins) if entry != AUTO]
     plugins = [_plugin(entry, root / "plugins" / index, registry) for index, entry in named]
     auto = len(named) < len(keys.plugins)
+    if auto and not searches:
+        raise (root / "plugins").error(
+            "'auto' is for NeuronAccelerator only.",
+            why="the layout is searched when an accelerator is made, for its ranks",
+            fix="name the plugins; neuron-accel plan --instances N --write FILE finds and writes them",
+        )
     if keys.plan_for and not auto:
         raise (root / "plan_for").error("'plan_for' has no effect without 'plugins: auto'.", fix="leave it out")
     elsewhere = {"plugins", "plan_for", "dataloader", "backend"}

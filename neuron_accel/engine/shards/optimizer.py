@@ -442,7 +442,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plugin: str, title: str, 
             f"{name} is not element-wise, but with {title} each rank updates shards of parameters.",
             where=f"plugin {plugin!r}, partition='even'",
             why=reason,
-            fix="use partition='parameters', an option of the plugin",
+            fix="use NeuronAccelerator with the option partition='parameters' of the plugin",
         )
 
 

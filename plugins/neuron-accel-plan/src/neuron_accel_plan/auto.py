@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from neuron_accel import find_instance
+from neuron_accel import errors, find_instance
 from neuron_accel.commands import format_bytes, format_seconds, load_dataclass
 from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
@@ -148,7 +148,7 @@ class AutoLayout(StrategyPlugin):
     reasons: str = ""
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
-        if run.state(self) or not model.optimizable:
+        if "model" in run.state(self) or not model.optimizable:
             return
         run.state(self)["model"] = True
         planned, found = self.answer["parameters"], sum(parameter.numel() for parameter in model.original.parameters())
@@ -261,9 +261,7 @@ def _search(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _raise(error: Mapping[str, Any]) -> NoReturn:
-    from neuron_accel import contract
-
-    kind = getattr(contract, error["kind"], NeuronAccelError)
+    kind = getattr(errors, error["kind"], NeuronAccelError)
     raise kind(error["what"], where=error["where"], why=error["why"], fix=error["fix"])
 
 

@@ -657,7 +657,7 @@ def _with_depth(config: Any, depth: int) -> Any:
     shallow = copy.deepcopy(config)
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:  # an entry for each block
-            setattr(shallow, name, value[:depth])
+            setattr(shallow, name, (value * -(-depth // len(value)))[:depth])
     shallow.num_hidden_layers = depth
     return shallow
 

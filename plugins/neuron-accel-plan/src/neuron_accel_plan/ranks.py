@@ -33,7 +33,10 @@ class CpuRanks:
     def core_bytes(self, lnc: int | None = None) -> int:
         return self.memory
 
-    def hardware(self, lnc: int | None = None) -> Any:
+    def runtime(self, torch: str) -> None:
+        """There is no Neuron runtime."""
+
+    def hardware(self, lnc: int | None = None, runtime: None = None) -> Any:
         """The limits that a plan is checked against: ranks can form groups of every size."""
         from neuron_accel import find_instance
 

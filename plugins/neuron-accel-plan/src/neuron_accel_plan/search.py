@@ -183,7 +183,7 @@ def search(
         raise ConfigurationError(f"instances is {instances}.", fix="pass at least 1")
     if instances > 1 and not kind.multi_node:
         raise ConfigurationError(
-            f"{instances} instances of {instance} cannot train together.",
+            f"{instances} instances of {kind.name} cannot train together.",
             where="instances",
             why="they have no network for groups over several machines",
             fix="pass 1, or a larger instance",
@@ -209,7 +209,7 @@ def search(
     return Search(
         model=type(planner.model).__name__,
         parameters=planner.parameters,
-        instance=instance,
+        instance=kind.name,
         instances=instances,
         tokens=global_batch * sequence,
         best=tuple(found),
