@@ -173,7 +173,6 @@ class ShardedWeights:
         common: dict[str, Any] = {
             "bucket": bucket,
             "partition": self._partition(bucket),
-            "own": own,
             "near": self.near,
             "run": self._run,
             "group": group,
@@ -184,8 +183,8 @@ class ShardedWeights:
             "plugin": self._plugin,
         }
         if not self._run.backend.is_lazy:
-            return GatheredShard(buffers=SendBuffers(), **common)
-        shard: LazyGatheredShard = LazyGatheredShard(take_over=lambda: _take_over(shard), **common)
+            return GatheredShard(buffers=SendBuffers(), own=own, **common)
+        shard: LazyGatheredShard = LazyGatheredShard(take_over=lambda: _take_over(shard), loaded=own, **common)
         return shard
 
 
@@ -292,7 +291,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
         if units.keeps(arguments["bucket"].records[0]):
             return super()._lazy_shard(**arguments)
         own = self._own.pop(id(arguments["bucket"]), None)
-        arguments |= {"read": self._weights.read, "plugin": self._plugin, "own": own, "near": self._weights.near}
+        arguments |= {"read": self._weights.read, "plugin": self._plugin, "loaded": own, "near": self._weights.near}
         shard = LazyGatheredShard(take_over=self.take_over, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         return shard

@@ -35,7 +35,7 @@ class LazyGatheredShard(LazyShard):
         read: called with this shard before one of its parameters is read in full: drops the one that was read before.
         take_over: applies what was written to this shard by parameter (:meth:`close`).
         plugin: its name, for messages.
-        own: this rank's weights, ``[partition.chunk]``, on the CPU, if the parameters have no values yet.
+        loaded: this rank's weights, ``[partition.chunk]``, on the CPU, if the parameters have no values yet.
         near: the ranks between which parameters are gathered again after :meth:`reshard`; None for all.
 
     Attributes:
@@ -53,11 +53,11 @@ class LazyGatheredShard(LazyShard):
         read: Callable[[LazyGatheredShard], None],
         take_over: Callable[[], None],
         plugin: str,
-        own: torch.Tensor | None = None,
+        loaded: torch.Tensor | None = None,
         near: Group | None = None,
         **common: Any,
     ) -> None:
-        self._loaded = own
+        self._loaded = loaded
         super().__init__(**common)
         self._loaded = None
         self._read, self._take_over_writes, self._plugin, self._near = read, take_over, plugin, near

@@ -198,3 +198,11 @@ def test_cpu_ranks_form_groups_of_every_size():
     hardware = CpuRanks(ranks=12, memory=1 << 30).hardware()
     assert hardware.model_groups == (2, 3, 4, 6, 12)
     assert all("assumed" in source for source in cpu_machine().sources().values())
+
+
+def test_a_shallow_model_with_an_entry_for_each_block_is_searched_with_more_blocks():
+    from neuron_accel_plan.layout import _with_depth
+    from transformers import Qwen3Config
+
+    deeper = _with_depth(Qwen3Config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]), 4)
+    assert deeper.layer_types == 2 * ["sliding_attention", "full_attention"]

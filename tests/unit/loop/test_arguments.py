@@ -194,6 +194,7 @@ def test_a_mapping_among_plugins_is_read_as_in_a_configuration():
     [
         ("auto", None, None, {}, []),
         ([Zero1Plugin()], None, None, None, [Zero1Plugin()]),
+        (iter([Zero1Plugin()]), None, None, None, [Zero1Plugin()]),
         (["auto", Zero1Plugin()], {"sequence": 8}, None, {"sequence": 8}, [Zero1Plugin()]),
         ((), {"model": "m"}, {"plugins": "auto", "plan_for": {"sequence": 8}}, {"model": "m", "sequence": 8}, []),
         ((), {"model": "m"}, {"plugins": ["auto", "zero1"]}, {"model": "m"}, []),
@@ -201,9 +202,14 @@ def test_a_mapping_among_plugins_is_read_as_in_a_configuration():
     ],
 )
 def test_what_is_to_be_planned(plugins, plan_for, config, training, others):
-    configured = load_config(config) if config else RunConfig()
+    configured = load_config(config, searches=True) if config else RunConfig()
     found = planned_training(plugins, plan_for, configured, has_config=config is not None)
     assert (found[0], list(found[1])) == (training, others)
+
+
+def test_a_layout_is_searched_for_an_accelerator_only():
+    with pytest.raises(ConfigurationError, match="'auto' is for NeuronAccelerator only"):
+        load_config({"plugins": "auto"})
 
 
 @pytest.mark.parametrize(
