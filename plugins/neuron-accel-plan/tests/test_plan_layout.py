@@ -349,6 +349,23 @@ def test_micro_batches_are_extrapolated_one_by_one():
     assert {peak.moment.time: peak.total for peak in found.peaks} == {0: 100, 1: 26}
 
 
+def test_a_peak_that_is_at_two_moments_does_not_grow_by_more_than_a_block_keeps():
+    """The largest of a place is late with two blocks, when little is saved, and early with three."""
+    from neuron_accel_plan.memory import ACTIVATIONS, GRADIENTS, PARTS, Moment, Peak
+    from neuron_accel_plan.step import StepCount, extrapolate
+
+    def count(depth, late):
+        def peak(phase, **parts):
+            return Peak(Moment(phase, "head", True), {**dict.fromkeys(PARTS, 0), **parts})
+
+        other = {ACTIVATIONS: 1, GRADIENTS: 50} if late else {ACTIVATIONS: 10 * depth, GRADIENTS: 2}
+        peaks = (peak("forward", **{ACTIVATIONS: 10 * depth}), peak("backward", **other))
+        return StepCount(peaks=peaks, flows=(), operations=0, weights=0)
+
+    found = extrapolate([count(2, True), count(3, False)], 12, "layers", 11)
+    assert max(peak.parts[ACTIVATIONS] for peak in found.peaks) == 120
+
+
 def test_changes_that_need_less_memory_are_counted(folder, monkeypatch):
     from neuron_accel_plan import plan_text
     from neuron_accel_plan.changes import _changes, smaller

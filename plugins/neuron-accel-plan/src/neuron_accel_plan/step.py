@@ -271,11 +271,18 @@ def extrapolate(
         return first + round((second - first) * steps)
 
     places = [_by_place(count, blocks, period) for count in counts]
+    common = [place for place in places[0] if place in places[1]]
+    # What a further block keeps. A peak that grows by more is at two moments of its place, one for each count.
+    kept, grown = (max((found[place].parts[ACTIVATIONS] for place in common), default=0) for found in places)
     peaks = []
-    for place in (place for place in places[0] if place in places[1]):
+    for place in common:
         first, second = (found[place] for found in places)
         least = second.parts if depth >= depths[1] else dict.fromkeys(PARTS, 0)
         parts = {part: max(least[part], at(first.parts[part], second.parts[part])) for part in PARTS}
+        if second.parts[ACTIVATIONS] - first.parts[ACTIVATIONS] > grown - kept >= 0:
+            parts[ACTIVATIONS] = max(
+                least[ACTIVATIONS], at(second.parts[ACTIVATIONS] - grown + kept, second.parts[ACTIVATIONS])
+            )
         peaks.append(Peak(_moved(second.moment, None if place[3] is None else last - place[3], blocks), parts))
     flows = [{_kind(flow): flow for flow in count.flows} for count in counts]
     return StepCount(
