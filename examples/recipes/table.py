@@ -115,7 +115,9 @@ class Recipe:
             if self.pp > 1:
                 sizes |= {"pipeline_parallel_size": self.pp, "num_microbatches": self.microbatches}
             found.append({"model_parallelism": sizes})
-        found += ["sequence_parallel"] if self.tp > 1 else []
+        # Where blocks are recomputed, gathering inputs once more saves nothing.
+        sequence: Any = {"sequence_parallel": {"regather": False}} if self.recompute else "sequence_parallel"
+        found += [sequence] if self.tp > 1 else []
         hybrid = {"fully_sharded": {"hybrid_shard_size": self.fully_sharded}}
         found.append(
             hybrid if self.fully_sharded and self.instances > 1 else "fully_sharded" if self.fully_sharded else "zero1"
