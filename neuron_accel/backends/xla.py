@@ -193,7 +193,7 @@ class XlaBackend(Backend):
         sent = 2 * (group.size - 1) * sum(tensor.nbytes for tensor in tensors) // group.size
         with self._added("all_reduce", group, sent, tensors[0], summed=tensors) as event:
             # torch_xla changes what it is given past functionalization: where a gradient was zeroed in place, an alias
-            # that is made later would have the value before the reduction. The copies are no operations of the graph.
+            # that is made later would have the value before the reduction. A compiler removes the copies.
             summed = [tensor.clone() for tensor in tensors]
             xm = self._collectives(tensors[0])
             xm.all_reduce("sum", summed, scale, groups=_replicas(group), pin_layout=False)
