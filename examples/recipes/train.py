@@ -106,7 +106,7 @@ class Recipe:
                         del options["num_microbatches"]
                         options |= {"num_microbatches": 2} if options[size] == 2 else {}
                     if size == "tensor_parallel_size" and options[size] == 1:
-                        plugins.remove("sequence_parallel")
+                        plugins = [p for p in plugins if "sequence_parallel" not in p]  # its name, or a mapping of it
         accumulation = min(2, self.accumulation)
         return dataclasses.replace(
             self,
