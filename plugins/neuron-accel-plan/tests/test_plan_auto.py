@@ -169,13 +169,15 @@ def test_another_training_than_that_of_the_checkpoint_is_another_question(monkey
     assert len(searched) == 4
 
 
-def test_another_model_or_batch_than_planned_is_warned_of():
+@pytest.mark.parametrize("first", ["model", "loader"])
+def test_another_model_or_batch_than_planned_is_warned_of(first, recwarn):
     planned = {"question": {"global_batch": 8}, "answer": {"parameters": 5, "configuration": {}}}
     accelerator = NeuronAccelerator(plugins=[auto.AutoLayout(**planned)])
     loader = torch.utils.data.DataLoader(torch.zeros(16, 2), batch_size=4)
-    with pytest.warns(UserWarning, match="the layout was chosen for") as warned:
-        accelerator.prepare(torch.nn.Linear(2, 2), loader)
-    texts = [str(each.message) for each in warned if 'plugins="auto"' in str(each.message)]
+    given = [loader, torch.nn.Linear(2, 2)]
+    for each in given if first == "loader" else reversed(given):
+        accelerator.prepare(each)
+    texts = sorted(str(each.message) for each in recwarn if 'plugins="auto"' in str(each.message))
     assert len(texts) == 2
     assert "a model of 5 parameters, and this one has 6" in texts[0]
     assert "steps of 8 samples, and the first loader gives 4" in texts[1]
@@ -206,3 +208,11 @@ def test_a_shallow_model_with_an_entry_for_each_block_is_searched_with_more_bloc
 
     deeper = _with_depth(Qwen3Config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]), 4)
     assert deeper.layer_types == 2 * ["sliding_attention", "full_attention"]
+
+
+def test_an_error_of_the_search_keeps_its_class():
+    from neuron_accel.errors import PluginError
+
+    with pytest.raises(PluginError, match="what") as raised:
+        auto._raise({"kind": "PluginError", "what": "what", "where": None, "why": "why", "fix": None})
+    assert "why: why" in str(raised.value)

@@ -236,3 +236,15 @@ def test_a_search_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(auto, "not_installed", lambda group: ["neuron-accel-plan"])
     with pytest.raises(ConfigurationError, match="install the package neuron-accel-plan"):
         NeuronAccelerator(plugins="auto")
+
+
+def test_a_dry_run_of_a_later_rank_searches_itself(monkeypatch):
+    """It receives nothing from rank 0."""
+    from neuron_accel.backends.dry_run import DryRunBackend
+    from neuron_accel.engine.plan import auto
+
+    monkeypatch.setattr(auto, "_chooser", lambda: lambda training, **options: {"plugins": [training["model"]]})
+    chosen = auto.choose_layout(
+        {"model": "m"}, DryRunBackend(world_size=4, rank=2), None, accumulation=1, recorded=lambda: None
+    )
+    assert chosen == {"plugins": ["m"]}
