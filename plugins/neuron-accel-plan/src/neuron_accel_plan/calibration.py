@@ -135,11 +135,8 @@ _SHARE = "of which the share that kernels achieve is assumed"
 
 
 RESERVE = 0.1
-"""Fraction of a core's memory that is left to the runtime, compiled graphs and collectives."""
-RESERVE_SOURCE = (
-    "assumed (10% of a core, on all instances alike: the runtime, code and constants of compiled graphs, and buffers "
-    "and descriptors of collectives take memory of the device, and how much is not published)"
-)
+"""Fraction of a core's memory that is left to the runtime, to code and constants of compiled graphs, and to buffers and
+descriptors of collectives. Assumed, on all instances alike: how much these take is not published."""
 
 
 def reserve_of(core_bytes: int) -> int:
