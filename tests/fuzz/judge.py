@@ -8,7 +8,7 @@ import linecache
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,18 +96,18 @@ def on_rank(text: str, folder: str) -> list[tuple[str, Any]]:
     return finished
 
 
-def in_one_process(text: str, ranks: int, noise: float) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Runs a program in this process twice: as it is, and from weights that differ by rounding."""
+def in_one_process(text: str, ranks: int, precision: Precision) -> list[list[tuple[str, Any]]]:
+    """Runs a program in this process: first as it is, then from weights that differ by rounding."""
     program = namespace_of(text)
     results = []
-    for amount in (0.0, noise):
+    for nudge in range(1 + precision.nudges):
         options = dict(program["OPTIONS"])
         options.update(options.pop("dataloader", {}), backend=program["BACKEND"])
         record = Record("", clips=True)
         with _quiet():
-            program["train"](Process(ranks, options, amount), record)
+            program["train"](Process(ranks, options, precision.noise if nudge else 0.0, seed=nudge), record)
         results.append(record.finished())
-    return results[0], results[1]
+    return results
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -120,19 +120,22 @@ class Precision:
         floor: entries are held to at least this part of the largest tensor of its kind.
         noise: relative, of weights: what their last bits are.
         sensitivity: how often the effect of such a change of the weights counts as rounding.
+        nudges: runs with changed weights, of which the largest effect counts. Where a value has few bits, rounding
+            sends an activation to the other side of a kink in some runs and in others not.
     """
 
     relative: float
     floor: float
     noise: float
     sensitivity: float = 50.0
+    nudges: int = 1
 
 
 PRECISIONS = {
     "float64": Precision(relative=1e-6, floor=1e-3, noise=1e-14),
     "float32": Precision(relative=1e-4, floor=5e-3, noise=2e-7),
-    "float16": Precision(relative=1e-2, floor=0.1, noise=5e-4),
-    "bfloat16": Precision(relative=5e-2, floor=0.2, noise=4e-3, sensitivity=4.0),
+    "float16": Precision(relative=1e-2, floor=0.1, noise=5e-4, nudges=3),
+    "bfloat16": Precision(relative=5e-2, floor=0.2, noise=4e-3, sensitivity=4.0, nudges=3),
 }
 
 
@@ -143,25 +146,27 @@ class Comparison:
     wrong: list[str] = field(default_factory=list)
     vague: bool = False
 
-    def value(self, name: str, expected: Any, nudged: Any, found: Any, precision: Precision, scale: float = 0) -> None:
-        a, b, c = (torch.as_tensor(v).detach() for v in (expected, found, nudged))
+    def value(
+        self, name: str, expected: Any, nudged: Sequence[Any], found: Any, precision: Precision, scale: float = 0
+    ) -> None:
+        a, b, *others = (torch.as_tensor(v).detach() for v in (expected, found, *nudged))
         if a.shape != b.shape:
             self.wrong.append(f"{name} has shape {tuple(b.shape)} instead of {tuple(a.shape)}")
             return
         if not a.numel():
             return
-        a, b, c = (torch.view_as_real(v) if v.is_complex() else v for v in (a, b, c))
+        a, b, *others = (torch.view_as_real(v) if v.is_complex() else v for v in (a, b, *others))
         if not a.is_floating_point():
             if not torch.equal(a, b.to(a.dtype)):
                 self.wrong.append(f"{name} is {b.flatten()[:4].tolist()} instead of {a.flatten()[:4].tolist()}")
             return
-        a, b, c = a.double(), b.double(), c.double()
+        a, b, *others = (v.double() for v in (a, b, *others))
         if not torch.equal(a.isfinite(), b.isfinite()):
             self.wrong.append(f"{name} is finite in one run only")
             return
-        a, b, c = (v.nan_to_num(0.0, 0.0, 0.0) for v in (a, b, c))
+        a, b, *others = (v.nan_to_num(0.0, 0.0, 0.0) for v in (a, b, *others))
         own = max(float(a.abs().max()), scale, 1e-9)
-        slack = precision.sensitivity * float((a - c).abs().max())
+        slack = precision.sensitivity * max((float((a - c).abs().max()) for c in others), default=0.0)
         error = float((a - b).abs().max())
         self.vague |= slack > VAGUE * own and name.endswith("loss")
         if not error <= precision.relative * own + slack:
@@ -169,19 +174,20 @@ class Comparison:
             self.wrong.append(f"{name} is {shown}")
 
 
-def compare(expected: list, nudged: list, found: list, precision: Precision) -> Comparison:
-    """Holds what ranks recorded to what one process did."""
+def compare(expected: list, nudged: Sequence[list], found: list, precision: Precision) -> Comparison:
+    """Holds what ranks recorded to what one process did, and did with changed weights."""
     result = Comparison()
     if len(expected) != len(found):
         result.wrong.append(f"{len(found)} values were recorded instead of {len(expected)}")
     rates = Precision(relative=1e-6, floor=0, noise=0)
-    for index, ((name, a), (_, c), (other, b)) in enumerate(zip(expected, nudged, found, strict=False)):
+    for index, ((name, a), (other, b), *others) in enumerate(zip(expected, found, *nudged, strict=False)):
+        changed = [value for _, value in others]
         place = f"[{index}] {name}"
         if name != other:
             result.wrong.append(f"{place} is the next value, but the ranks recorded {other}")
             break
         if not isinstance(a, dict):
-            result.value(place, a, c, b, rates if name.startswith("learning rate") else precision)
+            result.value(place, a, changed, b, rates if name.startswith("learning rate") else precision)
             continue
         largest = max((float(v.abs().max()) for v in a.values() if v.is_floating_point() and v.numel()), default=0.0)
         for key in sorted({*a, *b}):
@@ -191,7 +197,8 @@ def compare(expected: list, nudged: list, found: list, precision: Precision) -> 
                     continue
                 result.wrong.append(f"{place}: only {'one process' if key in a else 'the ranks'} has {key}")
             else:
-                result.value(f"{place} {key}", a[key], c.get(key, a[key]), b[key], precision, largest * precision.floor)
+                values = [c.get(key, a[key]) for c in changed]
+                result.value(f"{place} {key}", a[key], values, b[key], precision, largest * precision.floor)
     return result
 
 
@@ -216,7 +223,7 @@ def compare_ranks(expected: list, found: list[list]) -> Comparison:
         first = [(n, v) for n, v in found[0] if not isinstance(v, dict)]
         for rank, entries in enumerate(found[1:], start=1):
             for (name, a), (_, b) in zip(first, entries, strict=True):
-                result.value(f"rank {rank}: {name}, beside rank 0,", a, a, b, same)
+                result.value(f"rank {rank}: {name}, beside rank 0,", a, (), b, same)
     return result
 
 
@@ -263,9 +270,7 @@ def judge_text(
         return Verdict(case, kind, detail, sort or kind, time.monotonic() - began)
 
     try:
-        expected, nudged = run_ranks(
-            in_one_process, 1, text, data_ranks, precision.noise, timeout=seconds, backend=None
-        )[0]
+        expected, *nudged = run_ranks(in_one_process, 1, text, data_ranks, precision, timeout=seconds, backend=None)[0]
     except RanksError as error:
         return verdict("invalid", _told(error), f"invalid {type(error.__cause__).__name__}")
     with tempfile.TemporaryDirectory(prefix="neuron-accel-fuzz-") as folder:
@@ -288,8 +293,8 @@ def judge_text(
         return verdict("failed", wrong, "mismatch") if result.wrong else verdict("ok")
     result = compare(expected, nudged, found[0], precision)
     for rank, others in enumerate(found[1:], start=1):
-        mine = [(name, value) for name, value in expected if not isinstance(value, dict)]
-        theirs = compare(mine, [(n, v) for n, v in nudged if not isinstance(v, dict)], others, precision)
+        mine, *changed = ([(n, v) for n, v in run if not isinstance(v, dict)] for run in (expected, *nudged))
+        theirs = compare(mine, changed, others, precision)
         result.wrong += [f"rank {rank}: {line}" for line in theirs.wrong]
     if result.wrong:
         return verdict("failed", "not like one process:\n  " + "\n  ".join(result.wrong[:12]), "mismatch")

@@ -23,13 +23,14 @@ class Process:
         ranks: number of data-parallel ranks whose training this is to equal.
         options: those of the accelerator; ``backend``: of the ranks.
         noise: relative size of what is added to weights when they are prepared, to see what rounding does.
+        seed: of what is added.
     """
 
     is_main_process = True
     device = torch.device("cpu")
 
-    def __init__(self, ranks: int, options: dict[str, Any], noise: float = 0.0) -> None:
-        self.ranks, self.noise = ranks, noise
+    def __init__(self, ranks: int, options: dict[str, Any], noise: float = 0.0, seed: int = 1) -> None:
+        self.ranks, self.noise, self.seed = ranks, noise, seed
         self.steps_per_update = options.get("gradient_accumulation_steps", 1)
         self.on_xla = options.get("backend") == "xla"
         names = {"bf16": torch.bfloat16, "fp16": torch.float16 if self.on_xla else None}  # none on the CPU
@@ -73,7 +74,7 @@ class Process:
                 module.__class__ = DropoutByRank
                 module.ranks = self.ranks
         if self.noise:
-            draw = torch.Generator().manual_seed(3)
+            draw = torch.Generator().manual_seed(2 + self.seed)
             with torch.no_grad():
                 for p in model.parameters():
                     if p.is_floating_point():
