@@ -155,6 +155,25 @@ def test_ranks_without_data_compare_their_weights_with_the_others(compiles):
     assert run_ranks(train_unevenly, 2, compiles, timeout=110) == [([2], 3)] * 2
 
 
+def train_unevenly_with_buffers():
+    """Rank 0 has three batches and rank 1 one, of a model whose buffers are broadcast after each step."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(plugins=[DesyncGuard(timeout_s=60)])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for _ in range(1 if accelerator.process_index else 3):
+            accelerator.backward(model(torch.randn(3, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model)["1.num_batches_tracked"].item() if accelerator.is_main_process else 3
+
+
+def test_ranks_without_data_are_ahead_of_the_others_only_in_their_count_of_steps():
+    assert run_ranks(train_unevenly_with_buffers, 2, timeout=110) == [3, 3]
+
+
 def test_without_the_check_only_a_save_finds_it():
     with pytest.raises(RanksError) as caught:
         run_ranks(train, 2, [], [], fault="a weight that differs", timeout=50)

@@ -88,7 +88,8 @@ class Doing:
     """The operation that a rank is about to perform.
 
     Args:
-        step: number of the optimizer step, from 1.
+        step: number of the optimizer step, from 1; 0 inside ``join_uneven_inputs``, where ranks without data have ended
+            a step before those with data have.
         text: description of the operation.
     """
 
@@ -96,7 +97,11 @@ class Doing:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.text} in step {self.step}"
+        return f"{self.text} {self.when}"
+
+    @property
+    def when(self) -> str:
+        return f"in step {self.step}" if self.step else "inside `join_uneven_inputs`"
 
 
 class Meetings(Observer):
@@ -112,6 +117,7 @@ class Meetings(Observer):
     def __init__(self, run: Run, timeout_s: float) -> None:
         self.step = 1
         self._world, self._rank, self._timeout = run.world, run.backend.rank, timeout_s
+        self._join = run.join
         self._board = run.backend.board()
         self._counts: Counter[tuple[int, ...]] = Counter()
         self._deferred: list[Doing] = []
@@ -128,9 +134,13 @@ class Meetings(Observer):
         size = f" ({sent:,} bytes)" if sent and op not in _UNEQUAL else ""
         text = f"{op} over {event.group.name!r}{size}"
         if event.category == "deferred":
-            self._deferred.append(Doing(self.step, text))
+            self._deferred.append(Doing(self._step, text))
         else:
-            self._meet(event.group, Doing(self.step, text))
+            self._meet(event.group, Doing(self._step, text))
+
+    @property
+    def _step(self) -> int:
+        return 0 if self._join.is_uneven or self._join.is_through else self.step
 
     def _execute(self, ranks: tuple[int, ...]) -> None:
         deferred, self._deferred = self._deferred, []
@@ -138,7 +148,7 @@ class Meetings(Observer):
             return
         index = ranks.index(self._rank)
         group = Group(ranks=ranks, index=index, partition=(ranks,), name="those that compute the same")
-        step = deferred[-1].step if deferred else self.step  # the step that issued them may have ended
+        step = deferred[-1].step if deferred else self._step  # the step that issued them may have ended
         listing = "\n".join(doing.text for doing in deferred)
         digest = hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
         self._put(f"list/{self._rank}/{self._counts[ranks] % 2}", zlib.compress(listing.encode()))
@@ -206,10 +216,10 @@ class Meetings(Observer):
         rest = [rank for rank in doing if doing[rank] == usual]
         where = [f"{_ranks(ranks)}: {detail.get(ranks[0]) or d}" for d, ranks in others.items()]
         where.append(f"{_ranks(rest)}: {detail.get(rest[0]) or usual}")
-        step = min(d.step for d in doing.values())
+        when = min(doing.values(), key=lambda d: d.step).when
         astray = _ranks(sorted(rank for ranks in others.values() for rank in ranks))
         return {
-            "what": f"{astray} of {self._world.size} issued other collectives in step {step}.",
+            "what": f"{astray} of {self._world.size} issued other collectives {when}.",
             "where": "; ".join(where),
             "why": "a collective needs every rank of its group: they would wait for each other, or mix up data",
         }
@@ -226,8 +236,7 @@ class Meetings(Observer):
             if len(set(row)) > 1:
                 total = {rank: len(texts) for rank, texts in lists.items()}
                 return {
-                    rank: f"{text or 'nothing more'} as collective {position + 1} of {total[rank]} in step "
-                    f"{doing[rank].step}"
+                    rank: f"{text or 'nothing more'} as collective {position + 1} of {total[rank]} {doing[rank].when}"
                     for rank, text in zip(lists, row, strict=True)
                 }
         return {}
