@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from neuron_accel.checkpoint.format.files import checksums_of
 from neuron_accel.checkpoint.format.tensorfile import (
@@ -226,8 +227,15 @@ def form_of(value: torch.Tensor, piece: StatePiece) -> str:
     shape.
 
     Raises:
-        CheckpointError: if the entry has another shape and the parameter is sharded.
+        CheckpointError: if the entry has another shape and the parameter is sharded, or is made of other tensors, as
+            quantized state is.
     """
+    if is_traceable_wrapper_subclass(value):
+        raise CheckpointError(
+            f"The optimizer's state of {piece.record.fqn!r} cannot be saved: an entry is a {type(value).__name__}.",
+            why="it is made of tensors whose relation to the parameter is unknown",
+            fix="train with an optimizer whose state is plain tensors, or save only the model, by `save_model`",
+        )
     shape = piece.record.layout.shape if piece.whole else tuple(piece.parameter.shape)
     if tuple(value.shape) == shape and value.dim() > 0:
         return "parameter"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from neuron_accel import NeuronAccelerator
 from neuron_accel.checkpoint.format.files import Files
@@ -202,3 +203,26 @@ def _save_beside_another_run(folder: str) -> None:
 
 def test_a_second_run_that_saves_into_the_same_folder_is_told(tmp_path):
     run_ranks(_save_beside_another_run, 2, str(tmp_path / "c"))
+
+
+class Quantized(torch.optim.SGD):
+    """Stands for optimizers whose state is made of several tensors, as in torchao."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = TwoTensor(torch.zeros_like(parameter), torch.zeros_like(parameter))
+        return super().step(closure)
+
+
+def test_state_that_is_made_of_several_tensors_is_refused_before_anything_is_written(tmp_path):
+    accelerator = NeuronAccelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, Quantized(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="an entry is a TwoTensor"):
+        accelerator.save_state(str(tmp_path / "here"))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    accelerator.save_model(model, str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").is_file()
