@@ -96,16 +96,16 @@ def on_rank(text: str, folder: str) -> list[tuple[str, Any]]:
     return finished
 
 
-def in_one_process(text: str, ranks: int, precision: Precision) -> list[list[tuple[str, Any]]]:
-    """Runs a program in this process: first as it is, then from weights that differ by rounding."""
+def in_one_process(text: str, ranks: int, noise: float, nudges: int) -> list[list[tuple[str, Any]]]:
+    """Runs a program in this process: first as it is, then ``nudges`` times from weights that differ by rounding."""
     program = namespace_of(text)
     results = []
-    for nudge in range(1 + precision.nudges):
+    for nudge in range(1 + nudges):
         options = dict(program["OPTIONS"])
         options.update(options.pop("dataloader", {}), backend=program["BACKEND"])
         record = Record("", clips=True)
         with _quiet():
-            program["train"](Process(ranks, options, precision.noise if nudge else 0.0, seed=nudge), record)
+            program["train"](Process(ranks, options, noise if nudge else 0.0, seed=nudge), record)
         results.append(record.finished())
     return results
 
@@ -120,8 +120,8 @@ class Precision:
         floor: entries are held to at least this part of the largest tensor of its kind.
         noise: relative, of weights: what their last bits are.
         sensitivity: how often the effect of such a change of the weights counts as rounding.
-        nudges: runs with changed weights, of which the largest effect counts. Where a value has few bits, rounding
-            sends an activation to the other side of a kink in some runs and in others not.
+        nudges: runs with changed weights, of which the largest effect counts, before a difference is a mismatch. Where
+            a value has few bits, rounding sends an activation to the other side of a kink in some runs, in others not.
     """
 
     relative: float
@@ -134,8 +134,8 @@ class Precision:
 PRECISIONS = {
     "float64": Precision(relative=1e-6, floor=1e-3, noise=1e-14),
     "float32": Precision(relative=1e-4, floor=5e-3, noise=2e-7),
-    "float16": Precision(relative=1e-2, floor=0.1, noise=5e-4, nudges=3),
-    "bfloat16": Precision(relative=5e-2, floor=0.2, noise=4e-3, sensitivity=4.0, nudges=3),
+    "float16": Precision(relative=1e-2, floor=0.1, noise=5e-4, nudges=12),
+    "bfloat16": Precision(relative=5e-2, floor=0.2, noise=4e-3, sensitivity=4.0, nudges=12),
 }
 
 
@@ -199,6 +199,16 @@ def compare(expected: list, nudged: Sequence[list], found: list, precision: Prec
             else:
                 values = [c.get(key, a[key]) for c in changed]
                 result.value(f"{place} {key}", a[key], values, b[key], precision, largest * precision.floor)
+    return result
+
+
+def compare_all(expected: list, nudged: Sequence[list], found: list[list], precision: Precision) -> Comparison:
+    """The same for all ranks; those after the first record no tensors by name."""
+    result = compare(expected, nudged, found[0], precision)
+    values, *changed = ([(n, v) for n, v in run if not isinstance(v, dict)] for run in (expected, *nudged))
+    for rank, others in enumerate(found[1:], start=1):
+        theirs = compare(values, changed, others, precision)
+        result.wrong += [f"rank {rank}: {line}" for line in theirs.wrong]
     return result
 
 
@@ -269,8 +279,12 @@ def judge_text(
     def verdict(kind: str, detail: str = "", sort: str = "") -> Verdict:
         return Verdict(case, kind, detail, sort or kind, time.monotonic() - began)
 
+    def alone(nudges: int) -> list[list[tuple[str, Any]]]:
+        noise = precision.noise
+        return run_ranks(in_one_process, 1, text, data_ranks, noise, nudges, timeout=nudges * seconds, backend=None)[0]
+
     try:
-        expected, *nudged = run_ranks(in_one_process, 1, text, data_ranks, precision, timeout=seconds, backend=None)[0]
+        expected, *nudged = alone(1)
     except RanksError as error:
         return verdict("invalid", _told(error), f"invalid {type(error.__cause__).__name__}")
     with tempfile.TemporaryDirectory(prefix="neuron-accel-fuzz-") as folder:
@@ -291,11 +305,9 @@ def judge_text(
         result = compare_ranks(expected, found)
         wrong = "not as it should be:\n  " + "\n  ".join(result.wrong[:12])
         return verdict("failed", wrong, "mismatch") if result.wrong else verdict("ok")
-    result = compare(expected, nudged, found[0], precision)
-    for rank, others in enumerate(found[1:], start=1):
-        mine, *changed = ([(n, v) for n, v in run if not isinstance(v, dict)] for run in (expected, *nudged))
-        theirs = compare(mine, changed, others, precision)
-        result.wrong += [f"rank {rank}: {line}" for line in theirs.wrong]
+    result = compare_all(expected, nudged, found, precision)
+    if result.wrong and precision.nudges > 1:
+        result = compare_all(expected, alone(precision.nudges)[1:], found, precision)
     if result.wrong:
         return verdict("failed", "not like one process:\n  " + "\n  ".join(result.wrong[:12]), "mismatch")
     return verdict("vague" if result.vague else "ok")

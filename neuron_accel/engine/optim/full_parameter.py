@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure
+from neuron_accel.engine.optim.norms import GradientPart, global_norm
 from neuron_accel.engine.optim.own_methods import OwnMethods
 from neuron_accel.engine.optim.state import StatePiece, copy_options, state_of
 from neuron_accel.engine.optim.twin import StandIn, recipe_of, translate, twin
@@ -238,6 +239,10 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
     @torch.no_grad()
     def call_own(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Calls a method of the inner optimizer on full parameters. Collective like :meth:`step`."""
+        copies = [p for group in self.optimizer.param_groups for p in group["params"] if self._full_of(p) is p]
+        parts = [GradientPart(p.grad, ()) for p in copies if p.grad is not None]
+        if parts:  # as after a step
+            self._run.shared_inputs.add_gradients(global_norm(parts, self._run))
         self._gather()
         copy_options(self.optimizer, self.inner)
         with torch.enable_grad():

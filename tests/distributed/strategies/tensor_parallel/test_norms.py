@@ -13,6 +13,7 @@ from neuron_accel.errors import DesyncError
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import loader_of
 from tests.distributed.models import llama, token_batches
+from tests.distributed.optimizers import SAM
 
 P_NORMS = (1.0, 2.0, 3.0, math.inf)
 SP, PP = "sequence_parallel", {"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
@@ -104,3 +105,22 @@ def test_clipping_by_the_norm_of_shards_is_an_error(way, plugins, ranks):
 @pytest.mark.parametrize(("plugins", "ranks"), COMBINED)
 def test_changing_each_element_is_not(plugins, ranks):
     run_ranks(_clipped_by, ranks, "values", plugins, torch.optim.AdamW)
+
+
+def _clipped_before_own_methods() -> None:
+    """SAM by its methods, which the loop calls in place of a step."""
+    accelerator = NeuronAccelerator(config={"plugins": [{"model_parallelism": {"tensor_parallel_size": 2}}]})
+    model = _model(kv_heads=2)
+    model, optimizer = accelerator.prepare(model, SAM(model.parameters(), torch.optim.SGD, lr=0.1))
+    for batch in token_batches(2):
+        for method in (optimizer.optimizer.first_step, optimizer.optimizer.second_step):
+            accelerator.backward(model(**batch).loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            method(zero_grad=True)
+    accelerator.get_state_dict(model)
+
+
+def test_clipping_before_a_method_of_the_optimizer_is_an_error_too():
+    with pytest.raises(RanksError) as raised:
+        run_ranks(_clipped_before_own_methods, 2)
+    assert {type(error) for error in raised.value.errors.values()} == {DesyncError}
