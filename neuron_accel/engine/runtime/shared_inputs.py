@@ -29,6 +29,8 @@ EVERY = 8
 """Number of forward passes from one exchange to the next."""
 ROUNDING = 1e-3
 """Relative difference of norms that rounding explains, also in bfloat16."""
+FLOOR = 1e-4
+"""Norms are held to at least this part of the largest: a gradient of zero may be one of rounding."""
 
 
 class SharedInputs:
@@ -46,7 +48,7 @@ class SharedInputs:
         self._run = run
         self._inputs = self._numbers = 0
         self._passes = 0
-        self._norms: torch.Tensor | None = None
+        self._norms: list[torch.Tensor] = []
         self._due = False
 
     @property
@@ -73,7 +75,7 @@ class SharedInputs:
 
     def add_gradients(self, norm: torch.Tensor) -> None:
         """Adds the norm, 0-dim, of gradients that are equal on all ranks of a stage."""
-        self._norms = norm if self._norms is None else self._norms + norm
+        self._norms.append(norm)
         self._due = True
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -109,10 +111,10 @@ class SharedInputs:
         run = self._run
         group = run.group(*run.mesh.model_axes)
         stage = run.mesh.position(run.backend.rank, run.mesh.names(AxisKind.STAGE))
-        norms = 0.0 if self._norms is None else float(self._norms)
+        norms = torch.stack(self._norms).tolist() if self._norms else []
         everyone = run.backend.all_gather_object((stage, self._inputs, self._numbers, norms), group)
         self._inputs = self._numbers = 0
-        self._norms, self._due = None, False
+        self._norms, self._due = [], False
         by_stage = {stage: (numbers, norms) for stage, _, numbers, norms in reversed(everyone)}  # of the first of each
         for rank, (stage, inputs, *mine) in zip(group.ranks, everyone, strict=True):
             numbers, norms = by_stage[stage]
@@ -121,7 +123,8 @@ class SharedInputs:
             first = next(r for r, (s, *_) in zip(group.ranks, everyone, strict=True) if s == stage)
             if mine[0] != numbers:
                 self._refuse(f"Rank {rank} draws other random numbers than rank {first}.")
-            if abs(mine[1] - norms) > ROUNDING * abs(norms):  # not if one is NaN
+            least = FLOOR * max(norms, default=0.0)
+            if any(abs(a - b) > ROUNDING * max(b, least) for a, b in zip(mine[1], norms, strict=False)):  # not if NaN
                 self._refuse_gradients(rank, first)
 
     def _refuse(self, what: str) -> None:

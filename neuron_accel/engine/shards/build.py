@@ -12,9 +12,9 @@ from torch import nn
 
 from neuron_accel.engine.optim.buckets import Bucket, make_buckets
 from neuron_accel.engine.optim.twin import attributes_of, knows_by_parameter
-from neuron_accel.engine.shards.eager_shard import EagerShard, SendBuffers, suitable_cap
+from neuron_accel.engine.shards.eager_shard import EagerShard, SendBuffers, UnequalShard, suitable_cap
 from neuron_accel.engine.shards.lazy_shard import LazyShard
-from neuron_accel.engine.shards.partition import Partition, make_partition
+from neuron_accel.engine.shards.partition import Partition, make_partition, owners_of
 from neuron_accel.errors import ParameterError, PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class ShardBuilder:
         self._bucket_bytes, self._keeps_parameters = int(bucket_cap_mb * (1 << 20)), partition == "parameters"
         self._group = run.group(*run.mesh.gradient_axes)
         self._buffers = SendBuffers()
+        self._owners: dict[nn.Parameter, int] = {}  # ranks of parameters that are not split
+        self._loads: dict[tuple[int, ...], list[int]] = {}  # elements of each rank of a group
         self._models: list[PreparedModel] = []
 
     @property
@@ -80,6 +82,8 @@ class ShardBuilder:
             of_groups[group_of[record.current]].append(record)
         buckets = self._buckets(of_groups)
         self._read_weights(buckets)
+        if self._keeps_parameters:
+            self._assign(buckets)
         return [self._shard(bucket) for bucket in buckets]
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:
@@ -102,6 +106,15 @@ class ShardBuilder:
         """Called before buckets are sharded; a subclass may read here what this rank needs of weights that have not
         been read."""
 
+    def _assign(self, buckets: Sequence[Bucket]) -> None:
+        """Chooses the ranks of parameters that are not split, over all buckets, so that ranks have as many elements."""
+        by_ranks: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+        for bucket in buckets:
+            by_ranks[tuple(self._run.group(*bucket.reduction_axes).ranks)] += bucket.parameters
+        for ranks, parameters in by_ranks.items():
+            loads = self._loads.setdefault(ranks, [0] * len(ranks))
+            self._owners.update(zip(parameters, owners_of([p.numel() for p in parameters], loads), strict=True))
+
     # ---- the shard of a bucket ---------------------------------------------------------------------------------------
     def _shard(self, bucket: Bucket) -> BucketShard:
         self._check_dtype(bucket)
@@ -121,14 +134,15 @@ class ShardBuilder:
         return self._eager_shard(buffers=buffers, plugin=self._plugin, keep_shapes=keep_shapes, **common)
 
     def _eager_shard(self, **arguments: Any) -> EagerShard:
-        return EagerShard(**arguments)
+        return (EagerShard if arguments["partition"].bounds is None else UnequalShard)(**arguments)
 
     def _lazy_shard(self, **arguments: Any) -> LazyShard:
         return LazyShard(**arguments)
 
     def _partition(self, bucket: Bucket) -> Partition:
         sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
-        return make_partition(sizes, degree, is_lazy=self._lazy, splits=not self._keeps_parameters)
+        owners = [self._owners[p] for p in bucket.parameters] if self._keeps_parameters else None
+        return make_partition(sizes, degree, is_lazy=self._lazy, owners=owners)
 
     def _reduce_dtype(self, bucket: Bucket, optimizer_dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which a bucket's gradients are sent and summed."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from neuron_accel.backends.group import Then
 from neuron_accel.engine.optim.buckets import check_dense
 from neuron_accel.engine.shards.partition import Span
 from neuron_accel.engine.shards.shard import BucketShard, ParameterShard
@@ -24,6 +25,7 @@ from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group
+    from neuron_accel.backends.group import Pending
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
@@ -124,7 +126,7 @@ class EagerShard(BucketShard):
         for parameter, view in zip(self.parameters, self._split(self._flat), strict=True):
             view.copy_(parameter)
             parameter.data = view
-        return self.run.backend.chunk(self._flat, self.group)
+        return self._chunk_of(self._flat)
 
     def _masters_of(self, chunk: torch.Tensor) -> torch.Tensor:
         """What the optimizer updates, ``[partition.chunk]``, of which ``chunk`` are this rank's weights."""
@@ -202,14 +204,18 @@ class EagerShard(BucketShard):
                 slot.zero_()
         for gap in self._padding:
             buffer.gradients[gap].zero_()
-        self._pending = self.run.backend.start_reduce_scatter_into(
+        self._pending = self._start_reduction(buffer, 1.0 if self._is_partial else 1.0 / self.samples)
+        self._buffers.sent(self, buffer)
+
+    def _start_reduction(self, buffer: Buffer, scale: float) -> Pending:
+        """Starts to sum this rank's chunk of the gradients over the ranks; the result is multiplied by ``scale``."""
+        return self.run.backend.start_reduce_scatter_into(
             self._room(),
             buffer.gradients[: self.partition.numel],
             self.group,
-            scale=1.0 if self._is_partial else 1.0 / self.samples,
+            scale=scale,
             scratch=None if buffer.received is None else buffer.received[: self.partition.numel],
         )
-        self._buffers.sent(self, buffer)
 
     @property
     def _is_partial(self) -> bool:
@@ -220,7 +226,7 @@ class EagerShard(BucketShard):
         if self._gradient is not None:  # gradients of earlier passes, to which the new ones are added
             return torch.empty_like(self._gradient)
         if self._memory is None:
-            self._memory = torch.empty(self.partition.chunk, dtype=self.optimizer_dtype, device=self._device)
+            self._memory = torch.empty(self._chunk.numel(), dtype=self.optimizer_dtype, device=self._device)
         return self._memory
 
     def _scaled_sum(self, scale: float, partial: Group) -> torch.Tensor:
@@ -262,7 +268,7 @@ class EagerShard(BucketShard):
             if addresses != self._addresses:
                 self._take_assigned([i for i, address in enumerate(addresses) if address != self._addresses[i]])
             if self.has_masters:
-                self._take_into_masters(self.run.backend.chunk(self._flat, self.group))
+                self._take_into_masters(self._chunk_of(self._flat))
 
     def _take_assigned(self, assigned: list[int]) -> None:
         """Copies all weights to a new buffer: a loop may keep the memory that an assigned weight had, with the values
@@ -319,6 +325,46 @@ class EagerShard(BucketShard):
             for piece in self.pieces:
                 flat = piece.parameter.reshape(-1)[piece.span.start : piece.span.stop]
                 piece.master.copy_(flat.view(piece.master.shape))
+
+
+class UnequalShard(EagerShard):
+    """The shard of a bucket of whole parameters that would need much padding to have equal chunks: its chunks differ.
+
+    Gradients are all-reduced, and each rank broadcasts its weights: 1.5 times as many bytes as equal chunks need, as in
+    torch's ``ZeroRedundancyOptimizer``, and no padding.
+    """
+
+    def __repr__(self) -> str:
+        elements, ranks = self._chunk.numel(), self.partition.degree
+        return f"<{type(self).__name__} of {len(self.parameters)} parameters over {ranks} ranks: {elements} elements>"
+
+    def _chunk_of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.partition.place(self.group.index)]
+
+    def _gather_chunks(self, chunk: torch.Tensor) -> torch.Tensor:
+        flat = chunk.new_empty(self.partition.numel)
+        self._chunk_of(flat).copy_(chunk)
+        self._receive_others(flat)
+        return flat
+
+    def _receive_others(self, flat: torch.Tensor) -> None:
+        for rank in range(self.partition.degree):
+            chunk = flat[self.partition.place(rank)]
+            if chunk.numel():
+                sent = self.run.backend.broadcast(chunk, self.group, rank)
+                if rank != self.group.index:
+                    chunk.copy_(sent)
+
+    def _start_reduction(self, buffer: Buffer, scale: float) -> Pending:
+        room, backend = self._room(), self.run.backend
+        pending = backend.start_all_reduce(buffer.gradients[: self.partition.numel], self.group)
+        return Then(pending, lambda total: room.copy_(self._chunk_of(total)).mul_(scale))
+
+    def send_weights(self) -> Callable[[], Any]:
+        if self.has_masters:
+            self._chunk_of(self._flat).copy_(self._chunk)
+        self._receive_others(self._flat)
+        return lambda: None
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:

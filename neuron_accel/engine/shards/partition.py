@@ -10,11 +10,14 @@ from itertools import accumulate
 import torch
 from torch.nn import functional as F
 
+MOST_PADDING = 1.25
+"""Size of a padded buffer, by that of its parameters, up to which parameters that are not split have equal chunks."""
+
 
 # ---- Partitions of a bucket ------------------------------------------------------------------------------------------
-# A bucket is one flat buffer of ``degree`` equal chunks, one per rank. The two partitions differ in the positions of
-# the parameters: consecutive, so that a chunk may end inside a parameter (:func:`even`), or such that no parameter is
-# in two chunks (:func:`unsplit`).
+# A bucket is one flat buffer of ``degree`` chunks, one per rank. The two partitions differ in the positions of the
+# parameters: consecutive, so that a chunk may end inside a parameter (:func:`even`), or such that no parameter is in
+# two chunks (:func:`unsplit`). Chunks are equal, unless parameters that are not split would need much padding.
 @dataclass(frozen=True)
 class Span:
     """A range of elements of one flattened parameter in a rank's chunk.
@@ -42,30 +45,39 @@ class Span:
         return chunk[self.offset : self.offset + self.length]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Partition:
     """The positions of the parameters of one bucket.
 
     Args:
         degree: number of ranks.
-        chunk: number of elements of each rank's chunk, padding included.
-        offsets: position of each parameter in the buffer of ``degree * chunk`` elements.
+        chunk: number of elements of each rank's chunk, padding included; of the largest if chunks differ.
+        offsets: position of each parameter in the buffer.
         sizes: number of elements of each parameter.
+        bounds: if chunks differ, the positions at which they begin, and the end of the last.
     """
 
     degree: int
     chunk: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    bounds: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
         """Number of elements of the buffer, padding included."""
-        return self.degree * self.chunk
+        return self.degree * self.chunk if self.bounds is None else self.bounds[-1]
+
+    def place(self, rank: int) -> slice:
+        """Returns the position of a rank's chunk in the buffer."""
+        if self.bounds is not None:
+            return slice(self.bounds[rank], self.bounds[rank + 1])
+        return slice(rank * self.chunk, (rank + 1) * self.chunk)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """Returns the spans in the chunk of ``rank``, in the order of the parameters."""
-        begin, end = rank * self.chunk, (rank + 1) * self.chunk
+        place = self.place(rank)
+        begin, end = place.start, place.stop
         result = []
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             start, stop = max(begin, offset), min(end, offset + size)
@@ -81,22 +93,36 @@ def even(sizes: Sequence[int], degree: int) -> Partition:
     return Partition(degree=degree, chunk=max(1, -(-total // degree)), offsets=tuple(offsets), sizes=tuple(sizes))
 
 
-def unsplit(sizes: Sequence[int], degree: int) -> Partition:
-    """Returns a partition in which no parameter is split. The largest are assigned first, each to the rank with the
-    fewest elements so far (longest processing time first, Graham 1969)."""
-    loads = [0] * degree
-    rank_of = [0] * len(sizes)
+def owners_of(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """Returns a rank for each parameter. The largest are assigned first, each to the rank with the fewest elements so
+    far (longest processing time first, Graham 1969).
+
+    Args:
+        sizes: number of elements of each parameter.
+        loads: number of elements that each rank has already, to which these are added.
+    """
+    owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        rank = min(range(degree), key=lambda r: (loads[r], r))
-        rank_of[index] = rank
+        rank = min(range(len(loads)), key=lambda r: (loads[r], r))
+        owners[index] = rank
         loads[rank] += sizes[index]
-    chunk = max(1, *loads)
-    filled = [rank * chunk for rank in range(degree)]
+    return owners
+
+
+def unsplit(sizes: Sequence[int], degree: int, owners: Sequence[int]) -> Partition:
+    """Returns the partition in which parameters are whole, on the ranks ``owners``. Chunks are equal if that pads the
+    buffer by little."""
+    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(degree)]
+    chunk, bounds = max(1, *loads), None
+    begins = [rank * chunk for rank in range(degree)]
+    if degree * chunk > MOST_PADDING * sum(sizes) and any(loads):
+        bounds = tuple(accumulate(loads, initial=0))
+        begins = [*bounds[:-1]]
     offsets = []
-    for index, size in enumerate(sizes):
-        offsets.append(filled[rank_of[index]])
-        filled[rank_of[index]] += size
-    return Partition(degree=degree, chunk=chunk, offsets=tuple(offsets), sizes=tuple(sizes))
+    for size, owner in zip(sizes, owners, strict=True):
+        offsets.append(begins[owner])
+        begins[owner] += size
+    return Partition(degree=degree, chunk=chunk, offsets=tuple(offsets), sizes=tuple(sizes), bounds=bounds)
 
 
 # ---- A partition that is the same on every rank, for devices that run one compiled graph on all of them --------------
@@ -104,7 +130,7 @@ def unsplit(sizes: Sequence[int], degree: int) -> Partition:
 # positions: another graph, and on Trainium a compilation, for each rank. Therefore each parameter is split into as many
 # shards of equal length as there are ranks, of which the last are padded, and chunk r of the buffer consists of the
 # r-th shards of all parameters. The padding is less than one element per rank and parameter.
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LazyPartition(Partition):
     """A partition in which each parameter has a shard in every chunk; ``offsets`` are positions of the shards in a
     chunk.
@@ -158,15 +184,17 @@ def lazy_partition(sizes: Sequence[int], degree: int) -> LazyPartition:
     )
 
 
-def make_partition(sizes: Sequence[int], degree: int, *, is_lazy: bool, splits: bool = True) -> Partition:
+def make_partition(
+    sizes: Sequence[int], degree: int, *, is_lazy: bool, owners: Sequence[int] | None = None
+) -> Partition:
     """Returns the positions of parameters in a bucket.
 
     Args:
         sizes: number of elements of each parameter.
         degree: number of ranks.
         is_lazy: whether the device runs one compiled graph on all ranks, which then need equal shards.
-        splits: whether a parameter may have elements on several ranks.
+        owners: ranks of the parameters, if none may have elements on several ranks.
     """
     if is_lazy:
         return lazy_partition(sizes, degree)
-    return (even if splits else unsplit)(sizes, degree)
+    return even(sizes, degree) if owners is None else unsplit(sizes, degree, owners)

@@ -119,6 +119,14 @@ class BucketShard(ABC):
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
         """Returns the slice of a chunk that belongs to ``piece``, which may be changed in place."""
 
+    def _chunk_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's chunk of a buffer, without communication."""
+        return self.run.backend.chunk(flat, self.group)
+
+    def _gather_chunks(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Returns the buffer of which every rank has a chunk. Collective."""
+        return self.run.backend.all_gather(chunk, self.group)
+
     # ---- what the optimizer updates ----------------------------------------------------------------------------------
     @property
     @abstractmethod
@@ -281,7 +289,7 @@ class BucketShard(ABC):
         indices = [index for index, gradient in enumerate(given) if gradient is not None]
         if not indices:
             return
-        chunk = self.run.backend.chunk(self._join(given), self.group).to(self.optimizer_dtype)
+        chunk = self._chunk_of(self._join(given)).to(self.optimizer_dtype)
         own = torch.zeros_like(chunk) if self._gradient is None else self._gradient
         self.used_anywhere = [used or index in indices for index, used in enumerate(self.used_anywhere)]
         self._hand_out(own)
@@ -318,7 +326,7 @@ class BucketShard(ABC):
         if not self._gathered:
             self._check_all_read(index)
             own = self._own_gradient().to(self.bucket.dtype)
-            self._gathered = self._split(self.run.backend.all_gather(own, self.group))
+            self._gathered = self._split(self._gather_chunks(own))
         return self._gathered[index]
 
     def zero_gradient(self, index: int) -> None:
@@ -333,7 +341,7 @@ class BucketShard(ABC):
         if self._gradient is None:
             return [None] * len(self.parameters)
         self.sync_user_edits()
-        values = self._split(self.run.backend.all_gather(self._own_gradient(), self.group))
+        values = self._split(self._gather_chunks(self._own_gradient()))
         return [value if used else None for value, used in zip(values, self.used_anywhere, strict=True)]
 
     def _is_visible(self, gradient: torch.Tensor | None) -> bool:
@@ -363,7 +371,7 @@ class BucketShard(ABC):
         if not self._gathered:
             return
         own = self._own_gradient()
-        edited = self.run.backend.chunk(self._join(self._gathered), self.group)
+        edited = self._chunk_of(self._join(self._gathered))
         # Elements that were not changed keep the precision of the shard.
         self._hand_out(torch.where(edited == own.to(edited.dtype), own, edited.to(own.dtype)))
 

@@ -9,26 +9,30 @@ from hypothesis import strategies as st
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable
-from neuron_accel.engine.shards.partition import even, unsplit
+from neuron_accel.engine.shards.partition import MOST_PADDING, even, owners_of, unsplit
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 DEGREES = st.integers(1, 9)
 
 
-@pytest.mark.parametrize("divide", [even, unsplit])
+def whole(sizes, degree):
+    return unsplit(sizes, degree, owners_of(sizes, [0] * degree))
+
+
+@pytest.mark.parametrize("divide", [even, whole])
 @given(sizes=SIZES, degree=DEGREES)
 def test_the_spans_of_all_ranks_contain_every_element_once(divide, sizes, degree):
     partition = divide(sizes, degree)
     seen = [[0] * size for size in sizes]
     for rank in range(degree):
         for piece in partition.spans(rank):
-            assert 0 <= piece.offset <= partition.chunk - (piece.stop - piece.start)
+            place = partition.place(rank)
+            assert 0 <= piece.offset <= place.stop - place.start - (piece.stop - piece.start)
             for element in range(piece.start, piece.stop):
                 seen[piece.parameter][element] += 1
                 # the element lies in the buffer where the parameter's offset says
-                assert rank * partition.chunk + piece.offset + element - piece.start == (
-                    partition.offsets[piece.parameter] + element
-                )
+                begin = place.start + piece.offset - piece.start
+                assert begin + element == partition.offsets[piece.parameter] + element
     assert all(count == 1 for counts in seen for count in counts)
 
 
@@ -43,12 +47,23 @@ def test_even_pads_less_than_one_element_per_rank(sizes, degree):
 
 @given(sizes=SIZES, degree=DEGREES)
 def test_the_unsplit_partition_splits_no_parameter_and_balances_ranks(sizes, degree):
-    partition = unsplit(sizes, degree)
+    partition = whole(sizes, degree)
     for rank in range(degree):
         for piece in partition.spans(rank):
             assert (piece.start, piece.stop) == (0, sizes[piece.parameter])
     # Graham's bound for longest processing time first
     assert partition.chunk <= max(1, sum(sizes) / degree + max(sizes))
+    assert partition.numel <= max(MOST_PADDING * sum(sizes), degree)
+
+
+@given(buckets=st.lists(SIZES, min_size=1, max_size=6), degree=DEGREES)
+def test_ranks_that_have_more_of_one_bucket_have_less_of_the_next(buckets, degree):
+    loads = [0] * degree
+    for sizes in buckets:
+        owners_of(sizes, loads)
+    everything = [size for sizes in buckets for size in sizes]
+    assert sum(loads) == sum(everything)
+    assert max(loads) - min(loads) <= max(everything)
 
 
 class _Lamb(torch.optim.Optimizer):

@@ -113,10 +113,11 @@ def _clipped_before_own_methods() -> None:
     model = _model(kv_heads=2)
     model, optimizer = accelerator.prepare(model, SAM(model.parameters(), torch.optim.SGD, lr=0.1))
     for batch in token_batches(2):
-        for method in (optimizer.optimizer.first_step, optimizer.optimizer.second_step):
-            accelerator.backward(model(**batch).loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            method(zero_grad=True)
+        accelerator.backward(model(**batch).loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.optimizer.first_step(zero_grad=True)
+        accelerator.backward(model(**batch).loss)
+        optimizer.optimizer.second_step(zero_grad=True)
     accelerator.get_state_dict(model)
 
 

@@ -116,6 +116,20 @@ def lars_of_a_library(parameters):
     return LARS(parameters, lr=1.0, momentum=0.9, weight_decay=0.01)
 
 
+def shampoo_of_a_library(parameters):
+    from pytorch_optimizer import Shampoo
+
+    return Shampoo(parameters, lr=1e-2)
+
+
+def schedule_free_of_a_library(parameters):
+    from pytorch_optimizer import ScheduleFreeAdamW
+
+    optimizer = ScheduleFreeAdamW(parameters, lr=1e-2, eps=1e-6)
+    optimizer.train()
+    return optimizer
+
+
 def muon_of_torch(parameters):
     """It takes matrices only, and iterates in bfloat16."""
     return torch.optim.Muon([p for p in parameters if p.requires_grad], lr=1e-2)
@@ -130,21 +144,23 @@ def llama_with_fixed_norms():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("optimizer", "tolerance"),
+    ("optimizer", "partition", "tolerance"),
     [
-        (lamb_of_a_library, None),
-        (lars_of_a_library, None),
-        (muon_of_torch, Tolerance(loss=1e-3, norm=1e-2, gradient=2e-2, weight=5e-3)),
+        (lamb_of_a_library, "parameters", None),
+        (lars_of_a_library, "parameters", None),
+        (shampoo_of_a_library, "parameters", None),
+        (muon_of_torch, "parameters", Tolerance(loss=1e-3, norm=1e-2, gradient=2e-2, weight=5e-3)),
+        (schedule_free_of_a_library, "even", None),
     ],
-    ids=["lamb", "lars", "muon"],
+    ids=["lamb", "lars", "shampoo", "muon", "schedule-free"],
 )
-def test_third_party_optimizers(optimizer, tolerance, layout):
+def test_third_party_optimizers(optimizer, partition, tolerance, layout):
     ranks, plugins = LAYOUTS[layout]
     training = Training(optimizer=optimizer)
     batches = token_batches(3)
     model = llama_with_fixed_norms if optimizer is muon_of_torch else llama
     reference = run_ranks(train_alone, 1, model, batches, training)[0]
-    config = {"plugins": [*plugins, {"zero1": {"partition": "parameters", "bucket_cap_mb": 0.01}}]}
+    config = {"plugins": [*plugins, {"zero1": {"partition": partition, "bucket_cap_mb": 0.01}}]}
     compare(reference, run_ranks(train_on_rank, ranks, model, batches, config, training)[0], tolerance)
 
 
@@ -359,6 +375,31 @@ def test_state_is_one_nth_and_traffic_equals_one_all_reduce(ranks):
         assert scattered == pytest.approx(half, rel=0.01)
         assert gathered == pytest.approx(half, rel=0.01)
         assert sent == pytest.approx(2 * half, rel=0.02)
+
+
+def count_whole_parameters():
+    """The moments of this rank, and what it sends and has room for, where every matrix is larger than a bucket."""
+    from neuron_accel import NeuronAccelerator, Zero1Plugin
+
+    accelerator = NeuronAccelerator(plugins=[Zero1Plugin(partition="parameters", bucket_cap_mb=0.001)])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    model, optimizer = accelerator.prepare(model, torch.optim.Adafactor(model.parameters(), lr=1e-3))
+    with accelerator.run.backend.record() as traffic:
+        accelerator.backward(model(torch.ones(2, 64)).sum())
+        optimizer.step()
+    own = sum(piece.parameter.numel() for piece in optimizer.optimizer.state_pieces())
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return own, traffic.sent(), sum(storages.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_parameters_are_balanced_also_if_each_is_larger_than_a_bucket(ranks):
+    elements = 8 * 64 * 64
+    for own, sent, memory in run_ranks(count_whole_parameters, ranks):
+        assert own == elements / ranks
+        assert sent <= 1.01 * 4 * elements * (2 * (ranks - 1) / ranks + 1 / ranks)
+        assert memory == 4 * elements
 
 
 def count_wire():
