@@ -75,11 +75,11 @@ class LazyStep:
         return self._updates < WATCHED or self._reads
 
     @contextmanager
-    def update(self) -> Iterator[None]:
-        """The context of the optimizer's own step."""
+    def update(self, *, evaluates: bool) -> Iterator[None]:
+        """The context of the optimizer's own step; ``evaluates``: with a closure."""
         watch = _ExecutesFirst(self) if self.watches else nullcontext()
         self._updates += 1
-        with as_device_data(self._optimizer, self._backend), watch:
+        with as_device_data(self._optimizer, self._backend, evaluates=evaluates), watch:
             yield
 
     def execute(self, tensor: torch.Tensor) -> None:

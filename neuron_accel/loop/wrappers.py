@@ -88,7 +88,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             if closure is not None or self._may_step():
                 for before_step in run.hooks["before_step"]:
                     before_step(self.optimizer, run)
-                with nullcontext() if lazy is None else lazy.update():
+                with nullcontext() if lazy is None else lazy.update(evaluates=closure is not None):
                     if not self._is_plain:
                         super().step(closure)
                     elif not self._is_lomo:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from neuron_accel.errors import DesyncError
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing._cases import tiny_llama
 from neuron_accel.testing.xla_ranks import one_at_a_time
+from tests.distributed.models import llama, token_batches
 
 
 def step():
@@ -139,3 +141,60 @@ def follows_a_plateau():
 
 def test_a_metric_is_computed_by_all_ranks_together():
     assert run_ranks(follows_a_plateau, 2, backend="xla", timeout=110) == [[0.5, 0.25, 0.125]] * 2
+
+
+def trains_by_closure():
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"backend": "xla"})
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
+    for i in range(3):
+
+        def closure(i=i):
+            optimizer.zero_grad()
+            loss = model(torch.full((3, 4), 1.0 + i, device=accelerator.device)).square().mean()
+            accelerator.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+    return accelerator.get_state_dict(model)
+
+
+def test_weights_decay_after_the_forward_pass_of_a_closure():
+    weights = run_ranks(trains_by_closure, 2, backend="xla", timeout=110)[0]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for i in range(3):
+        optimizer.zero_grad()
+        model(torch.full((3, 4), 1.0 + i)).square().mean().backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value)
+
+
+def clips_shards(plugins):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"backend": "xla", "plugins": plugins})
+    with one_at_a_time():
+        model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in token_batches(2):
+        accelerator.backward(model(**{name: value.to(accelerator.device) for name, value in batch.items()}).loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(("more", "ranks"), [([], 2), (["zero1"], 4)])
+def test_clipping_by_the_norm_of_shards_is_an_error(more, ranks):
+    with pytest.raises(RanksError) as raised:
+        run_ranks(
+            clips_shards, ranks, [{"tensor_parallel": {"tensor_parallel_size": 2}}, *more], backend="xla", timeout=110
+        )
+    assert DesyncError in {type(error) for error in raised.value.errors.values()}  # of the first group that finds it

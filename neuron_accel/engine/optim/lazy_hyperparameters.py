@@ -27,14 +27,18 @@ _TINY = 1e-30  # instead of 0: updates are negligible in float32, and capturable
 _BESIDE_ONE = 1.0 + 1e-12  # instead of 1: equal in float32
 
 
-def as_device_data(optimizer: torch.optim.Optimizer, backend: Backend) -> AbstractContextManager[None]:
+def as_device_data(
+    optimizer: torch.optim.Optimizer, backend: Backend, *, evaluates: bool = False
+) -> AbstractContextManager[None]:
     """Context in which ``optimizer`` steps with the same graph whatever its hyper-parameters are.
 
     Args:
         optimizer: the optimizer; its groups are restored afterwards.
         backend: the backend, of a lazy device.
+        evaluates: whether it steps with a closure, which computes the gradients inside of the step: what is done to
+            weights before it would be done before the forward pass.
     """
-    return (_on_host if _can_count_on_host(optimizer) else _on_device)(optimizer, backend)
+    return (_on_host if not evaluates and _can_count_on_host(optimizer) else _on_device)(optimizer, backend)
 
 
 @contextmanager

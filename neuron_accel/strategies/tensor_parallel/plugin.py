@@ -104,9 +104,9 @@ class TensorParallelPlugin(TensorParallelOptions):
         rewrite(architecture, plan_shards(architecture, degree, parallelize_embeddings=embeddings), model, run)
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Notes the gradients of parameters that each rank holds in full, which the ranks compare at times. A norm
-        would be a graph of its own on lazy devices."""
-        if run.mesh.degree(AXIS) == 1 or run.backend.is_lazy or not run.backend.has_values:
+        """Notes the gradients of parameters that each rank holds in full, which the ranks compare at times. On lazy
+        devices their norm is part of the graph of the step."""
+        if run.mesh.degree(AXIS) == 1 or not run.backend.has_values:
             return
         copies = [p for group in optimizer.param_groups for p in group["params"] if _is_copy(p, run)]
         of_shards = getattr(optimizer, "gradient_parts", None)
