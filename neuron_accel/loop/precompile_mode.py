@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +19,7 @@ from neuron_accel.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
 # ---- Ending the run after a few steps of every phase -----------------------------------------------------------------
@@ -51,6 +52,11 @@ class PrecompilationPlugin(StrategyPlugin):
         if self.max_steps < 1:
             raise ConfigurationError(f"max_steps is {self.max_steps}; expected at least 1.")
 
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
+        for module in model.original.modules():  # an adapted model has that of transformers inside
+            if hasattr(module, "_has_unfinished_sequences"):
+                FullLength(module)
+
     def transform_dataloader(self, dataloader: Any, run: Run) -> Any:
         short = ShortLoader(dataloader, self.max_steps * self.batches_per_step, lambda: self._execute_once(run))
         run.state(self).setdefault("loaders", []).append(short)
@@ -82,6 +88,33 @@ class PrecompilationPlugin(StrategyPlugin):
                 "accelerator.is_precompiling",
                 file=sys.stderr,
             )
+
+
+class FullLength:
+    """Makes ``generate`` of a model of transformers end at its maximum length, whatever was generated. It asks the
+    device after each token whether all texts have ended: zero, which is always no, or with beams always yes.
+
+    Args:
+        model: a model of transformers; from then on it asks this object.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._left = model, 0
+        model._prepare_generated_length, model._has_unfinished_sequences = self._begin, self._goes_on
+
+    def _begin(self, *args: Any, input_ids_length: int, **more: Any) -> Any:
+        config = type(self._model)._prepare_generated_length(
+            self._model, *args, input_ids_length=input_ids_length, **more
+        )
+        self._left = config.max_length - input_ids_length
+        if (config.num_beams or 1) > 1:  # token numbers that are read from the device become constants of a graph
+            warnings.warn("The graphs of beam search are not collected; training will compile them.", stacklevel=2)
+        return config
+
+    def _goes_on(self, *args: Any, **more: Any) -> bool:
+        type(self._model)._has_unfinished_sequences(self._model, *args, **more)  # its graphs are collected, too
+        self._left -= 1
+        return self._left >= 0
 
 
 class ShortLoader:

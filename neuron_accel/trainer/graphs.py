@@ -35,6 +35,7 @@ class OneGraph:
     args: Any
     state: Any
     control: Any
+    gather_function: Any
     _tr_loss: torch.Tensor
     _total_loss_scalar: float
     _globalstep_last_logged: int
@@ -219,6 +220,13 @@ class OneGraph:
         return torch.zeros(1, dtype=dtype).to(self.args.device)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
+    def evaluation_loop(self, *args: Any, **more: Any) -> Any:
+        """As in transformers. ``Seq2SeqTrainer`` gathers with ``gather``, which keeps repeated samples, and leaves the
+        results on the device, where concatenating them is another graph for every batch."""
+        if self._lazy and self.gather_function == self.accelerator.gather:
+            self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*args, **more)  # type: ignore[misc]
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:

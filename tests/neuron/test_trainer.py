@@ -7,10 +7,12 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from neuron_accel_emulation import emulated_instance
 from neuron_accel_emulation._parallel_compile import main as parallel_compile
 
-from tests.distributed.trainer.trainer_support import Texts, accuracy, model, options
+from tests.distributed.trainer.test_subclasses import Pairs, t5
+from tests.distributed.trainer.trainer_support import GLOBAL_BATCH, Texts, accuracy, model, options
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "gradient_accumulation_steps": 1}
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "max_steps": 2, **EVERY_STEP}
@@ -109,13 +111,79 @@ def train_and_predict(folder):
     return found
 
 
-@pytest.mark.timeout(300)
-def test_a_trial_collects_the_graphs_of_what_follows_the_training(tmp_path, monkeypatch):
+def train_and_generate(folder):
+    """A training that evaluates by generating, and what its script generates then."""
+    from neuron_accel import NeuronSeq2SeqTrainer, NeuronSeq2SeqTrainingArguments
+
+    more = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 3, "gradient_accumulation_steps": 1}
+    generation = {"predict_with_generate": True, "generation_max_length": 3}
+    arguments = NeuronSeq2SeqTrainingArguments(**options(folder, 1, use_cpu=False, **more, **generation))
+    shapes = []
+
+    def metrics(prediction):
+        shapes.append(prediction.predictions.shape)
+        return {}
+
+    few = torch.utils.data.Subset(Pairs(), range(GLOBAL_BATCH * 3 - 1))
+    data = {"train_dataset": Pairs(), "eval_dataset": few, "compute_metrics": metrics}
+    trainer = NeuronSeq2SeqTrainer(model=t5(), args=arguments, **data)
+    trainer.train()
+    trainer.evaluate()
+    ids = Pairs()[0]["input_ids"].unsqueeze(0).to(arguments.device)
+    shapes.append(trainer.model.generate(ids, max_new_tokens=2).shape)
+    trainer.accelerator.end_training()
+    return [tuple(shape) for shape in shapes]
+
+
+def generate_in_a_loop():
+    """Trains a causal model, and generates after each epoch."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator()
+    built = model()
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(Texts(GLOBAL_BATCH * 3), batch_size=GLOBAL_BATCH)
+    net, optimizer, loader = accelerator.prepare(built, optimizer, loader)
+    lengths = []
+    for _ in range(2):
+        for batch in loader:
+            accelerator.backward(net(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        mask = torch.ones(GLOBAL_BATCH, 4, dtype=torch.long)
+        mask[0, 0] = 0  # without padding models would read, in a trial, that there is some
+        settings = {"attention_mask": mask.to(accelerator.device), "pad_token_id": 0, "do_sample": False}
+        made = accelerator.unwrap_model(net).generate(batch["input_ids"][:, :4], max_new_tokens=3, **settings)
+        lengths.append(len(made.tolist()[0]))
+    accelerator.end_training()
+    return lengths
+
+
+def assert_collected(program, *arguments, trial, run, monkeypatch):
+    """Training compiles no graph that the trial did not collect."""
     steps = {"NEURON_ACCEL_PRECOMPILE_STEPS": "2"}
     with emulated_instance("trn1.2xlarge") as machine:
-        trial = machine.run(train_and_predict, 1, str(tmp_path), trial=True, env=steps, timeout=120)
+        assert machine.run(program, 1, *arguments, trial=True, env=steps, timeout=120) == [trial]
         monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(machine.cache))
         assert parallel_compile(["--command", "compile"]) == 0
-        assert machine.run(train_and_predict, 1, str(tmp_path), timeout=120) == [(5, True, 7)]
+        assert machine.run(program, 1, *arguments, timeout=120) == [run]
         assert {each.module for each in machine.compilations if each.outcome == "compiled"} == set()
-    assert trial == [(2, True, 7)]
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_collects_the_graphs_of_what_follows_the_training(tmp_path, monkeypatch):
+    assert_collected(train_and_predict, str(tmp_path), trial=(2, True, 7), run=(5, True, 7), monkeypatch=monkeypatch)
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_collects_the_graphs_of_each_token_that_a_trainer_generates(tmp_path, monkeypatch):
+    """In a trial a device says zero: no text ever ends. In evaluation no sample is repeated, and no graph grows."""
+    run = [(11, 20), (1, 3)]
+    assert_collected(
+        train_and_generate, str(tmp_path), trial=[(8, 20), (8, 20), (1, 3)], run=run, monkeypatch=monkeypatch
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_collects_the_graphs_of_each_token_that_a_loop_generates(monkeypatch):
+    assert_collected(generate_in_a_loop, trial=None, run=[7, 7], monkeypatch=monkeypatch)

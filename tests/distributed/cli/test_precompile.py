@@ -15,6 +15,7 @@ from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron.cache import CompileCache
 from neuron_accel.neuron.compiler import CompilerOptions
 from neuron_accel.neuron.environment import compile_settings
+from neuron_accel.testing import run_ranks
 
 # What the real one does as far as anybody can see: it runs the command with graphs being extracted.
 FAKE_TOOL = """#!/bin/bash
@@ -275,3 +276,33 @@ def test_a_launch_that_collects_graphs_is_not_refused(way, tmp_path, monkeypatch
         monkeypatch.setenv("NEURON_ACCEL_PRECOMPILE_STEPS", "3")
     command = [*([str(tool)] if way == "tool" else []), sys.executable, "-c", CHECK]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "goes on\n"
+
+
+def train_and_evaluate_later():
+    """A loop whose evaluation comes after more steps than the trial has; returns what the trial says at its end."""
+    import contextlib
+    import io
+
+    import torch
+
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator()
+    net = torch.nn.Linear(2, 1)
+    data = [torch.ones(2)] * 4
+    loaders = [torch.utils.data.DataLoader(data) for _ in range(3)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer, *loaders = accelerator.prepare(net, optimizer, *loaders)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        for _ in range(2):
+            for x in loaders[0]:
+                accelerator.backward(net(x).sum())
+                optimizer.step()
+    return said.getvalue()
+
+
+def test_a_loop_is_told_which_loaders_were_not_traced():
+    trial = {"NEURON_EXTRACT_GRAPHS_ONLY": "1", "NEURON_ACCEL_PRECOMPILE_STEPS": "2"}
+    (said,) = run_ranks(train_and_evaluate_later, 1, env=trial)
+    assert "of 3 prepared loaders no batch was read from number 2, 3" in said
