@@ -20,6 +20,7 @@ from neuron_accel.launch.host import count_cores, count_neuron_devices, memory_b
 from neuron_accel.launch.network import collect_network, format_network
 from neuron_accel.neuron.facts import FACTS, SDK
 from neuron_accel.neuron.instances import detect_instance
+from neuron_accel.neuron.variables import VARIABLES
 from neuron_accel.terminal import format_pairs, table_width
 
 DESCRIPTION = """\
@@ -138,7 +139,7 @@ def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: "(set; not shown)" if SECRET.search(name) else URL_CREDENTIALS.sub("***@", _printable(value))
         for name, value in sorted(environment.items())
-        if RELEVANT.search(name)
+        if RELEVANT.search(name) or name in VARIABLES
     }
 
 

@@ -11,6 +11,7 @@ import pytest
 from neuron_accel.cli.env import collect, describe_torch_neuronx, relevant_variables
 from neuron_accel.cli.main import main
 from neuron_accel.neuron.facts import SDK
+from neuron_accel.neuron.variables import VARIABLES
 
 
 def test_the_report_names_versions_backend_and_plugins(capsys):
@@ -73,6 +74,11 @@ def test_the_packages_called_torch_neuronx_are_told_apart(version, groups, words
     text = describe_torch_neuronx(version, groups)
     assert text.startswith(version)
     assert words in text
+
+
+def test_every_variable_with_a_known_meaning_is_printed():
+    values = dict.fromkeys(VARIABLES, "1")
+    assert set(relevant_variables(values)) == set(VARIABLES)
 
 
 def test_only_listed_variables_are_printed():
