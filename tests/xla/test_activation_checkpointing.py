@@ -27,6 +27,7 @@ TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 COMPOSITIONS = {
     "zero1": (["zero1", NAME], 2),
     "tp2-sp": ([TP2, "sequence_parallel", {NAME: {"every": 2}}], 2),
+    "tp2-sp-attention": ([TP2, "sequence_parallel", {NAME: {"modules": "attention"}}], 2),
     "tp2-sp-dp2-zero1": ([TP2, "sequence_parallel", "zero1", NAME], 4),
 }
 

@@ -25,10 +25,12 @@ from neuron_accel.contract import (
     UnsupportedModelError,
     UsageError,
     join_fqn,
+    wrap_forward,
 )
 from neuron_accel.strategies.tensor_parallel.cuts import AXIS
 from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
-from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_first, change_output, replace_hidden
+from neuron_accel.strategies.tensor_parallel.overlap import GatherLate, replace_hidden
+from neuron_accel.strategies.tensor_parallel.regions import Dropouts, change_first, change_output
 from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRegion
 
 if TYPE_CHECKING:
@@ -104,6 +106,9 @@ class SequenceParallelPlugin(StrategyPlugin):
             tp_region.backend, tp_region.group, overlap_gather=self.overlap_gather, regather=self.regather
         )
         shard_sequence(tp_region.architecture, tp_region, model.parameters, flow)
+        if self.regather and any(plugin.spec.phase is Phase.MEMORY for plugin in run.plan.plugins):
+            for _, region in tp_region.architecture.regions:
+                wrap_forward(region, GatherLate())
         if not self.hooks_on_shards:
             plugins = {type(plugin).__module__.partition(".")[0] for plugin in run.plan.plugins}
             refuse_hooks(tp_region.architecture, frozenset(plugins))

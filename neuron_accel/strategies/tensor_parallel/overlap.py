@@ -12,7 +12,7 @@ gathered input as it always does, and a layer that is called with it returns its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
-from neuron_accel.contract import gather_from_group, reduce_scatter_to_group
+from neuron_accel.contract import UsageError, gather_from_group, reduce_scatter_to_group
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Group
+
+HIDDEN = "hidden_states"
 
 Operands = tuple[torch.Tensor, torch.Tensor | None]
 """Weight [out, in] and bias [out] of a linear layer."""
@@ -54,7 +56,8 @@ class ColumnWise(nn.Module):
 def overlapping_layers(region: nn.Module, features: int) -> list[tuple[str, ColumnWise]]:
     """Returns name and layer of the column-wise layers that may read the input of a region: the region itself, or
     layers in it at a depth of one or two, with ``features`` input features. There are none in modules whose forward was
-    replaced, such as by activation checkpointing: it may be repeated, without the entry of the region."""
+    replaced, such as by activation checkpointing: it may be repeated, without the entry of the region
+    (:class:`GatherLate`)."""
     return [
         (name, layer)
         for name, layer in _column_wise(region, "", 2)
@@ -63,7 +66,7 @@ def overlapping_layers(region: nn.Module, features: int) -> list[tuple[str, Colu
 
 
 def _column_wise(module: nn.Module, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if "forward" in vars(module):
+    if "forward" in vars(module) and not isinstance(_call_of(module), GatherLate):
         return
     if isinstance(module, ColumnWise):
         yield name, module
@@ -79,6 +82,56 @@ def forget_products(region: nn.Module, *, completed: bool) -> None:
         if layer._ahead is not None:
             layer._ahead = None
             layer.reads_gathered = layer.reads_gathered and not completed
+
+
+# ---- the input of a region -------------------------------------------------------------------------------------------
+def replace_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call with the hidden states, the first positional argument or the one of that name,
+    replaced.
+
+    Raises:
+        UsageError: if a call has no hidden states.
+    """
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    if HIDDEN in kwargs:
+        return args, {**kwargs, HIDDEN: change(kwargs[HIDDEN])}
+    raise UsageError(
+        f"A module was called without {HIDDEN!r}, as keyword or first argument; it got {sorted(kwargs)}.",
+        why="its input must be gathered on all ranks of the tensor-parallel axis first",
+    )
+
+
+# ---- regions that are recomputed by themselves -----------------------------------------------------------------------
+class GatherLate:
+    """Is the forward of a region, for :func:`~neuron_accel.contract.wrap_forward`: where another plugin wraps it, such
+    as to recompute it in the backward pass, it receives this rank's shard, so that no more is kept, and gathers."""
+
+    def __call__(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if gathers_late(module):
+            args, kwargs = replace_hidden(args, kwargs, module.tp_region.flow.gather)
+        return forward(*args, **kwargs)
+
+
+def gathers_late(region: nn.Module) -> bool:
+    """Whether the forward of a region is wrapped, and gathers its input itself. torch.compile traces it without."""
+    outermost = _call_of(region)
+    if outermost is None or isinstance(outermost, GatherLate) or torch.compiler.is_compiling():
+        return False
+    inner = vars(region)["forward"]
+    while inner is not None and not isinstance(_call(inner), GatherLate):
+        inner = getattr(getattr(inner, "__func__", None), "own", None)
+    return inner is not None
+
+
+def _call_of(module: nn.Module) -> Any:
+    return _call(vars(module).get("forward"))
+
+
+def _call(forward: Any) -> Any:
+    return getattr(getattr(forward, "__func__", None), "call", None)
 
 
 # ---- their products --------------------------------------------------------------------------------------------------

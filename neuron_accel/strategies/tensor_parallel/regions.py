@@ -14,28 +14,8 @@ from torch.nn import functional as F
 from neuron_accel.contract import Architecture, LayoutError, UsageError, chunk_to_group, gather_from_group
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelHead
 from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit
+from neuron_accel.strategies.tensor_parallel.overlap import replace_hidden
 from neuron_accel.strategies.tensor_parallel.tp_region import TpRegion
-
-HIDDEN = "hidden_states"
-
-
-def replace_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call with the hidden states, the first positional argument or the one of that name,
-    replaced.
-
-    Raises:
-        UsageError: if a call has no hidden states.
-    """
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    if HIDDEN in kwargs:
-        return args, {**kwargs, HIDDEN: change(kwargs[HIDDEN])}
-    raise UsageError(
-        f"A module was called without {HIDDEN!r}, as keyword or first argument; it got {sorted(kwargs)}.",
-        why="its input must be gathered on all ranks of the tensor-parallel axis first",
-    )
 
 
 class Dropouts:

@@ -28,6 +28,7 @@ from neuron_accel.strategies.tensor_parallel.overlap import (
     ColumnWise,
     forget_products,
     gather_and_multiply,
+    gathers_late,
     overlapping_layers,
 )
 
@@ -113,13 +114,19 @@ class SequenceFlow(Flow):
         return full
 
     def enter(self, hidden: torch.Tensor, region: nn.Module | None = None) -> torch.Tensor:
+        if region is not None and gathers_late(region):
+            return hidden
         ahead = self.overlap_gather or self.regather
         if ahead and region is not None and not torch.compiler.is_compiling():
             layers = [layer for _, layer in overlapping_layers(region, hidden.shape[-1])]
             if layers and hidden.dim() in (2, 3):
                 return self._enter_with_products(hidden, layers)
+        return self.gather(hidden)
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the full input of a region; in backward its gradients are summed over ranks."""
         if hidden.dim() == 2:
-            return self.enter(self._unflatten(hidden)).flatten(0, 1)
+            return self.gather(self._unflatten(hidden)).flatten(0, 1)
         return self._trim(gather_from_group(hidden, self._backend, self._group, 1, grad="reduce_scatter"))
 
     def _enter_with_products(self, hidden: torch.Tensor, layers: list[ColumnWise]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
 from neuron_accel.strategies.tensor_parallel.head_split import head_splits
 from neuron_accel.strategies.tensor_parallel.linear import ColumnParallelLinear
-from neuron_accel.strategies.tensor_parallel.overlap import overlapping_layers
+from neuron_accel.strategies.tensor_parallel.overlap import gathers_late, overlapping_layers
 from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRegion, tp_region_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def _rows(model: nn.Module, tp_region: TpRegion) -> Iterator[tuple[str, str, int
     each = "all-gather and reduce-scatter in, reduce-scatter and all-gather out" if sharded else "all-reduce in and out"
     for fqn, module in architecture.regions:
         width = _hidden(architecture, module)
-        again = isinstance(flow, SequenceFlow) and flow.regather and bool(_names(module, architecture))
+        regathers = isinstance(flow, SequenceFlow) and flow.regather
+        again = regathers and (gathers_late(module) or bool(_names(module, architecture)))
         overlap = _overlap(module, architecture) if isinstance(flow, SequenceFlow) and flow.overlap_gather else ""
         said = f"{each}; gathered again in backward{overlap}" if again else each + overlap
         yield fqn, said, (4 + again if sharded else 2) * width

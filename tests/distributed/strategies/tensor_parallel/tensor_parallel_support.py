@@ -59,7 +59,8 @@ def make_run(*, degree: int, sequence_parallel: bool = False, **options: Any) ->
     """A run of the ranks there are, with tensor parallelism of ``degree``, and options of the plugins."""
     backend = TorchBackend.connect("cpu")
     given = {name: options.pop(name) for name in ("overlap_gather", "regather") if name in options}
-    plugins = [ModelParallelismPlugin(tensor_parallel_size=degree, **options)]
+    others = options.pop("plugins", [])
+    plugins = [ModelParallelismPlugin(tensor_parallel_size=degree, **options), *others]
     if sequence_parallel:
         plugins.append(SequenceParallelPlugin(**given, hooks_on_shards=True))
     plan = make_plan(

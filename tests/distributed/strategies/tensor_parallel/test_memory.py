@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from neuron_accel import ActivationCheckpointingPlugin
 from neuron_accel.testing import run_ranks
 from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import gpt2, llama, make_run, shard
 
@@ -64,6 +65,32 @@ def _measure(family: str) -> dict[str, float]:
         "overlapping": _of_one_layer(family, 4, True, overlap_gather=True),
         "alone": _of_one_layer(family, 1, False),
     }
+
+
+def _recomputed() -> dict[str, float]:
+    """What a Llama layer keeps whose attention and feed-forward are recomputed by themselves, in units of the hidden
+    states."""
+    modules = ("model.layers.*.self_attn", "model.layers.*.mlp")
+    cases = {
+        "alone": {"degree": 1},
+        "sequence": {"degree": 4, "sequence_parallel": True},
+        "kept": {"degree": 4, "sequence_parallel": True, "regather": False},
+    }
+    found = {}
+    for name, options in cases.items():
+        kept = []
+        for layers in (1, 2):
+            model = MODELS["llama"](layers)
+            shard(model, make_run(plugins=[ActivationCheckpointingPlugin(modules=modules)], **options))
+            kept.append(_kept(model))
+        found[name] = (kept[1] - kept[0]) / HIDDEN_STATES
+    return found
+
+
+def test_a_region_that_is_recomputed_by_itself_keeps_a_shard_of_its_input():
+    for found in run_ranks(_recomputed, 4):
+        assert found["sequence"] == found["alone"] / 4, "everything is sharded"
+        assert found["kept"] == found["alone"] / 4 + 2 * 3 / 4, "two gathered inputs are kept"
 
 
 # What a layer keeps of what is between regions: of each of two norms its input, its output, what it multiplies its

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from neuron_accel import ActivationCheckpointingPlugin
 from neuron_accel.backends.events import Traffic
 from neuron_accel.testing.ranks import run_ranks
 from tests.distributed.strategies.tensor_parallel.tensor_parallel_support import FAMILIES, batch, make_run, shard
@@ -12,7 +15,7 @@ HIDDEN, BATCH, LENGTH = 16, 2, 8
 OPS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def _step_traffic(family: str, layers: int, sequence_parallel: bool, **options: bool) -> Traffic:
+def _step_traffic(family: str, layers: int, sequence_parallel: bool, **options: Any) -> Traffic:
     model = FAMILIES[family](**{"num_hidden_layers" if family == "llama" else "n_layer": layers})
     run = make_run(degree=2, sequence_parallel=sequence_parallel, **options)
     shard(model, run)
@@ -21,7 +24,7 @@ def _step_traffic(family: str, layers: int, sequence_parallel: bool, **options: 
     return traffic
 
 
-def _count(family: str, sequence_parallel: bool, **options: bool) -> dict[str, dict[str, tuple[int, int]]]:
+def _count(family: str, sequence_parallel: bool, **options: Any) -> dict[str, dict[str, tuple[int, int]]]:
     """For each kind of collective how often, and how many bytes: of one layer, and of everything around the layers."""
     one, two = (_step_traffic(family, layers, sequence_parallel, **options) for layers in (1, 2))
     assert {t.op for t in two.transfers} <= set(OPS)
@@ -42,7 +45,8 @@ def test_traffic_of_a_training_step(family: str) -> None:
         assert result["rest"]["all_gather"] == result["rest"]["reduce_scatter"] == (0, 0)
     half = activation // 2
     kept = {"regather": False}
-    for options, gathers in ((kept, 4), ({"overlap_gather": True, **kept}, 4), ({}, 6)):
+    recomputed = {"plugins": [ActivationCheckpointingPlugin(modules="attention")]}  # gathers when it is recomputed
+    for options, gathers in ((kept, 4), ({"overlap_gather": True, **kept}, 4), ({}, 6), (recomputed, 6)):
         for result in run_ranks(_count, 2, family, True, **options):
             gathered = (gathers, gathers * half)
             assert result["layer"] == {"all_reduce": (0, 0), "all_gather": gathered, "reduce_scatter": (4, 4 * half)}
