@@ -332,6 +332,17 @@ def test_gradients_that_accumulate_as_shards_need_less(folder):
     assert 0.7 * full.weights < full.peak.total - shards.peak.total < full.weights
 
 
+def test_fully_sharded_gradients_that_accumulate_as_shards_are_reduced_each_time(folder):
+    from neuron_accel import FullyShardedPlugin
+
+    layouts = [FullyShardedPlugin(use_grad_acc_hook=hook) for hook in (False, True)]
+    full, shards = (planned(folder, plugins=[layout], accumulation=2, sequence=8).step for layout in layouts)
+    most = [max(peak.parts["gradients"] for peak in step.peaks) for step in (full, shards)]
+    assert most[1] < 0.6 * most[0]
+    sent = [sum(flow.sent for flow in step.flows if flow.op == "reduce_scatter") for step in (full, shards)]
+    assert sent[1] == 2 * sent[0]
+
+
 def test_micro_batches_are_extrapolated_one_by_one():
     """Gradients of the first micro-batch wait, and grow with the depth; those of the second are reduced as they come.
     Which of the two peaks is larger differs between two and three blocks."""
