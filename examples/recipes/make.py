@@ -34,9 +34,9 @@ PUBLISHED = """\
 Layouts that AWS publishes for these instances, with its batch and sequence where it names them. In the last
 column the gathered inputs of attention and feed-forward are kept, which
 [`SequenceParallelPlugin`](tensor_parallel.md#gathering-again) gathers again by default. Of TorchTitan Neuron's
-families, GPT-OSS has the recipe [above](#gpt-oss-20b), with TP4 and experts over 8 ranks. Mixtures train with ZeRO-1
-here, since experts in parallel do not compose with fully sharded parameters. Scores of attention are recomputed
-in all of these layouts."""
+families, GPT-OSS has the recipe [above](#gpt-oss-20b), with TP4 and experts over 8 ranks. Beside experts in parallel,
+fully sharded experts are sharded over the ranks that hold the same ones, and everything else over all data-parallel
+ranks. Scores of attention are recomputed in all of these layouts."""
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 TABLES = re.compile(
     r"(?<=<!-- tables, written by examples/recipes/make.py -->\n).*(?=<!-- end of tables -->)", re.DOTALL
@@ -76,16 +76,19 @@ def count(recipe: Recipe) -> dict[str, Any]:
             plugins = [
                 {each: {"regather": False}} if each == "sequence_parallel" else each for each in recipe.plugins()
             ]
-            counted = plan(
-                model,
-                config={"plugins": plugins},
-                world_size=ranks(recipe),
-                global_batch=recipe.global_batch,
-                sequence=recipe.sequence,
-                accumulation=recipe.accumulation,
-                instance=recipe.instance,
-            )
-            kept = {"memory_without_regather": counted.step.peak.total}
+            without = found["memory"]["total"]
+            if plugins != recipe.plugins():
+                counted = plan(
+                    model,
+                    config={"plugins": plugins},
+                    world_size=ranks(recipe),
+                    global_batch=recipe.global_batch,
+                    sequence=recipe.sequence,
+                    accumulation=recipe.accumulation,
+                    instance=recipe.instance,
+                )
+                without = counted.step.peak.total
+            kept = {"memory_without_regather": without}
     return {
         "mesh": found["mesh"],
         "parameters": found["parameters"],

@@ -589,9 +589,10 @@ RECIPES = [
         accumulation=16,
         tp=4,
         ep=16,
+        fully_sharded=16,
         recompute=1,
         layout="tp4-ep16",
         published=f"[TorchTitan Neuron]({TITAN}/tutorials/tutorial-simple-fsdp-training.html): DeepSeek-V3",
-        theirs="experts and SimpleFSDP",
+        theirs="SimpleFSDP, compiled",
     ),
 ]
