@@ -36,7 +36,7 @@ column the gathered inputs of attention and feed-forward are kept, which
 [`SequenceParallelPlugin`](tensor_parallel.md#gathering-again) gathers again by default. Of TorchTitan Neuron's
 families, GPT-OSS has the recipe [above](#gpt-oss-20b), with TP4 and experts over 8 ranks. Beside experts in parallel,
 fully sharded experts are sharded over the ranks that hold the same ones, and everything else over all data-parallel
-ranks. Scores of attention are recomputed in all of these layouts."""
+ranks. Tests train these layouts with tiny models, those of trn2 also on the stand-in for the native device."""
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 TABLES = re.compile(
     r"(?<=<!-- tables, written by examples/recipes/make.py -->\n).*(?=<!-- end of tables -->)", re.DOTALL
@@ -163,7 +163,8 @@ def tables(predicted: dict[str, Any]) -> str:
     rows = [
         published_row(recipe, predicted.get(f"{recipe.model}/{recipe.name}")) for recipe in RECIPES if recipe.published
     ]
-    head = ["layout", "published by", "differs there", "instances", "mesh", *FIGURES[:2], "GiB with `regather=False`"]
+    head = ["layout", "published by", "differs there", "data parallel", "recomputed", "instances", "mesh", *FIGURES[:2]]
+    head.append("GiB with `regather=False`")
     return "\n\n".join([*parts, PUBLISHED, table(*head, rows=rows)])
 
 
@@ -176,7 +177,9 @@ def published_row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]
     title = MODELS[recipe.model].title
     kept = (predicted or {}).get("memory_without_regather")
     without = "" if kept is None else f"{kept / 2**30:.1f}"
-    return [f"{title}: {link}", recipe.published, recipe.theirs, where, mesh, memory, times, without]
+    kind = "ZeRO-1" if not recipe.fully_sharded else "hybrid sharded" if recipe.instances > 1 else "fully sharded"
+    again = "blocks" if recipe.recompute else "scores"
+    return [f"{title}: {link}", recipe.published, recipe.theirs, kind, again, where, mesh, memory, times, without]
 
 
 def row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]:
