@@ -88,6 +88,30 @@ def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, mon
     assert not two._processes
 
 
+@pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError])
+def test_an_error_of_our_own_is_not_taken_for_a_layout_that_cannot_run(folder, monkeypatch, kind):
+    """As in :mod:`neuron_accel_plan.changes`; one of the model's code is a reason."""
+    from neuron_accel_plan import dry_runs, layout
+    from transformers import LlamaForCausalLM
+
+    planner = layout.Planner(folder, world_size=2, global_batch=4, sequence=64, instance="trn1.2xlarge")
+    task = dry_runs.Layout(plugins=(), accumulation=1)
+
+    def fail(*args, **kwargs):
+        raise kind("a mistake")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(fail.__globals__, "__name__", "somewhere_else")
+        patch.setattr(LlamaForCausalLM, "forward", fail)
+        assert dry_runs.answer(planner, None, task) == dry_runs.Failed("its dry run failed: a mistake")
+    with monkeypatch.context() as patch:
+        patch.setitem(fail.__globals__, "__name__", "neuron_accel_plan.step")
+        patch.setattr(layout, "count_step", fail)
+        for each in (task, dry_runs.Sample((), 1)):
+            with pytest.raises(kind, match="a mistake"):
+                dry_runs.answer(planner, None, each)
+
+
 WORLDS = {
     "tensor": (("TensorParallelPlugin", "Zero1Plugin"), 4, 22 << 20),
     "recomputed": (("ActivationCheckpointingPlugin", "ChunkedLossPlugin"), 2, 8 << 20),

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from neuron_accel.contract import AxisKind, StrategyPlugin
 from neuron_accel.errors import NeuronAccelError
 from neuron_accel_plan.candidates import Layout, exclude, offering, text
+from neuron_accel_plan.dry_runs import is_ours
 from neuron_accel_plan.layout import LayoutCount, Planner
 
 
@@ -45,19 +45,12 @@ def smaller(planner: Planner, counted: LayoutCount, layout: Layout) -> list[Chan
         except NeuronAccelError:
             continue  # not possible for this model, batch or machine
         except (RuntimeError, ValueError, TypeError) as error:
-            if _is_ours(error):
+            if is_ours(error):
                 raise
             continue  # the model's code, or torch's for a device without values, cannot run so
         if count.step.peak.total < 0.99 * counted.step.peak.total:
             found.append(Change(what=what, layout=changed, count=count))
     return sorted(found, key=lambda change: change.count.step.peak.total)
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether an error was raised in code of this package or of neuron_accel."""
-    assert error.__traceback__ is not None
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).split(".")[0].startswith("neuron_accel")
 
 
 def _changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:

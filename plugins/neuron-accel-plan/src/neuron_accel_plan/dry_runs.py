@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,9 @@ def answer(planner: Planner, calibration: Any, task: Task) -> Answer:
             count = planner.count(task.plugins, task.accumulation)
     except NeuronAccelError as error:
         return Failed(first_line(error))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:
+        if is_ours(error):
+            raise
         return Failed(f"its dry run failed: {first_line(error)}")
     if not count.compiles:
         return Failed(next(str(finding) for finding in count.findings if finding.certain))
@@ -202,3 +205,10 @@ def answer(planner: Planner, calibration: Any, task: Task) -> Answer:
 def first_line(error: Exception) -> str:
     """Returns the first line of the message of an error."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an error was raised in code of this package or of neuron_accel."""
+    assert error.__traceback__ is not None
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).split(".")[0].startswith("neuron_accel")
