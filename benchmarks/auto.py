@@ -9,11 +9,9 @@ interval allows: its time divided by the fastest is at most the upper bound of t
 from __future__ import annotations
 
 import functools
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,49 +41,6 @@ def search(small: bool, calibration: Path) -> dict[str, Any]:
                 "jobs": plan.RANKS,
             }
         )
-
-
-def build(configuration: dict[str, Any], small: bool) -> Callable[[], Any]:
-    """Builds a layout on this rank and returns its step, of all its micro-batches."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    from neuron_accel import NeuronAccelerator
-
-    torch.manual_seed(0)
-    accelerator = NeuronAccelerator(config={**configuration, "backend": "torch"})
-    model = LlamaForCausalLM(plan.model_config(small))
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    calls = accelerator.gradient_accumulation_steps
-    rows = plan.GLOBAL_BATCH // accelerator.data_parallel_size // calls
-    ids = torch.randint(0, plan.model_config(small).vocab_size, (rows, plan.sequence(small)))
-    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-
-    def step() -> None:
-        for _ in range(calls):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return step
-
-
-def measure(configurations: dict[str, dict[str, Any]], small: bool, repeat: int) -> dict[str, list[float]]:
-    """Seconds of a step of every layout in every round, in an order that changes; called on every rank."""
-    import torch.distributed as dist
-
-    steps = {name: build(configuration, small) for name, configuration in configurations.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-    order, names = random.Random(0), list(steps)
-    for _ in range(repeat):
-        order.shuffle(names)
-        for name in names:
-            seconds[name].append(harness.timed_steps(steps[name], dist.barrier, warm_up=1, steps=1))
-    return seconds
 
 
 def report(found: dict[str, Any], rounds: dict[str, list[float]]) -> list[str]:
@@ -120,9 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
         if options.calibration is None:
             plan.calibrate(file)
         found = search(options.small, file)
-    configurations: dict[str, Any] = {name: {"plugins": plugins} for name, plugins in plan.LAYOUTS.items()}
-    measured = functools.partial(run_ranks, measure, plan.RANKS, timeout=1800)
-    rounds = measured({CHOICE: found["configuration"], **configurations}, options.small, options.repeat)[0]
+    measured = functools.partial(run_ranks, plan.measure, plan.RANKS, timeout=1800)
+    rounds = measured({CHOICE: found["configuration"], **plan.configurations()}, options.small, options.repeat)[0]
     print("\n".join(report(found, rounds)))
     print(f"{time.monotonic() - begin:.0f} s")
 

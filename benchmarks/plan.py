@@ -92,39 +92,46 @@ def calibrate(file: Path) -> None:
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------
-def build(plugins: list[dict[str, Any]], small: bool) -> Callable[[], Any]:
-    """Builds a layout on this rank and returns its step, which is that of a dry run."""
+def build(configuration: dict[str, Any], small: bool) -> Callable[[], Any]:
+    """Builds a layout on this rank and returns its step, of all its micro-batches, which is that of a dry run."""
     import torch
     from transformers import LlamaForCausalLM
 
     from neuron_accel import NeuronAccelerator
 
     torch.manual_seed(0)
-    accelerator = NeuronAccelerator(config={"plugins": plugins, "backend": "torch"})
+    accelerator = NeuronAccelerator(config={**configuration, "backend": "torch"})
     model = LlamaForCausalLM(model_config(small))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    rows = GLOBAL_BATCH // accelerator.data_parallel_size
+    calls = accelerator.gradient_accumulation_steps
+    rows = GLOBAL_BATCH // accelerator.data_parallel_size // calls
     ids = torch.randint(0, model_config(small).vocab_size, (rows, sequence(small)))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
     def step() -> None:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in range(calls):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
 
     return step
 
 
-def measure(small: bool, repeat: int) -> dict[str, list[float]]:
+def configurations() -> dict[str, dict[str, Any]]:
+    """Those of the layouts, by their names."""
+    return {name: {"plugins": plugins} for name, plugins in LAYOUTS.items()}
+
+
+def measure(configurations: dict[str, dict[str, Any]], small: bool, repeat: int) -> dict[str, list[float]]:
     """Seconds of a step of every layout in every round; called on every rank. Layouts take turns, in an order that
     changes from round to round, so that what else the machine does hits all alike."""
     import random
 
     import torch.distributed as dist
 
-    steps = {name: build(plugins, small) for name, plugins in LAYOUTS.items()}
+    steps = {name: build(configuration, small) for name, configuration in configurations.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
@@ -179,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
             calibrate(file)
         predicted = predict(options.small, file)
     harness.note(f"measuring {len(LAYOUTS)} layouts, {options.repeat} rounds")
-    rounds = run_ranks(measure, RANKS, options.small, options.repeat, timeout=1800)[0]
+    rounds = run_ranks(measure, RANKS, configurations(), options.small, options.repeat, timeout=1800)[0]
     harness.note("")
     measured = {name: statistics.median(seconds) for name, seconds in rounds.items()}
     print("\n".join(report(predicted, measured)))
