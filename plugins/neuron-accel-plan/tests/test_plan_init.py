@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from neuron_accel.commands import main
+from neuron_accel.commands import format_seconds, main
 from neuron_accel.testing import run_ranks
 
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -130,3 +130,33 @@ def test_wrong_options_are_refused(words, message, folder, found, capsys):
     assert main(["init", *given.split(), "--yes"]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not found
+
+
+@pytest.mark.timeout(300)
+def test_the_layout_is_that_of_a_search(folder, monkeypatch, capsys):
+    """Nothing is replaced but the list of plugins, of which a search tries few here."""
+    from neuron_accel_plan import candidates, plan
+    from neuron_accel_plan.ranks import cpu_machine
+    from transformers import LlamaConfig
+
+    from neuron_accel import TensorParallelPlugin, Zero1Plugin
+
+    monkeypatch.setattr(candidates, "offering", lambda: [TensorParallelPlugin, Zero1Plugin])
+    LlamaConfig(num_hidden_layers=4, vocab_size=300, max_position_embeddings=64, **SIZE).save_pretrained("four")
+    words = "--model four --data text.txt --instance cpu --global-batch 4 --sequence 16 --output out --jobs 1 --yes"
+    assert main(["init", *words.split()]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    found = {}
+    for layout in (
+        {"plugins": []},
+        {"plugins": ["zero1"]},
+        {"plugins": [{"tensor_parallel": {"tensor_parallel_size": 2}}]},
+    ):
+        for accumulation in (1, 2):
+            config = {**layout, "gradient_accumulation_steps": accumulation}
+            counted = plan("four", world_size=2, global_batch=4, sequence=16, config=config, dtype="float32")
+            found[str(config)] = counted.predict(cpu_machine()).seconds
+    written = plan("four", world_size=2, global_batch=4, sequence=16, config="out/train.yaml", dtype="float32")
+    seconds = written.predict(cpu_machine()).seconds
+    assert seconds == pytest.approx(min(found.values()))
+    assert f"on {written.mesh}: {format_seconds(seconds)} a step are predicted" in said
