@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
-from neuron_accel_plan.published import CALIBRATING, RUNS, factors_of, runs
+from neuron_accel_plan.published import (
+    CALIBRATING,
+    PREDICTIONS,
+    RUNS,
+    compared,
+    factors_of,
+    interval_of,
+    predict_run,
+    runs,
+)
 
 from neuron_accel import find_instance
+from neuron_accel.cli.main import main
 
 
 def release(text: str) -> tuple[int, ...]:
@@ -46,3 +57,49 @@ def test_the_interval_is_that_of_a_new_run():
     low, high = factors_of([math.exp(-0.1), 1.0, math.exp(0.1)])
     assert (math.log(low), math.log(high)) == pytest.approx((-0.2177, 0.2177), abs=1e-4)
     assert factors_of([1.2] * 3) == pytest.approx((1.2, 1.2))
+
+
+def test_runs_that_test_are_not_in_the_interval():
+    """Their own ratios change nothing but how many of them are inside."""
+    found = compared()["trn1.32xlarge"]
+    first = list(found.ratios.values())[:CALIBRATING]
+    assert (found.low, found.high) == pytest.approx(factors_of(first))
+    assert len(found.tested) == len(runs()["trn1.32xlarge"]) - CALIBRATING
+    assert found.inside == sum(found.low <= ratio <= found.high for ratio in found.tested)
+
+
+@pytest.mark.parametrize("run", [run for of in runs().values() for run in of], ids=lambda run: run.name)
+def test_predictions_are_those_of_today(run):
+    """``python -m benchmarks.published --write`` counts them again, and rewrites the table of the guide."""
+    predicted = json.loads(PREDICTIONS.read_text())[run.name]
+    time = predict_run(run)
+    assert [time.seconds, time.low, time.high] == pytest.approx(list(predicted.values()), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("instance", "said"), [("trn1.32xlarge", "calibrate this; "), ("trn2.48xlarge", "unknown, no")]
+)
+def test_plan_says_which_interval_is_which(instance, said, capsys):
+    model = ["plan", "--model", "llama-3.2-1b", "--world-size", "8", "--global-batch", "8", "--sequence", "512"]
+    options = [*model, "--instance", instance, "--tensor-parallel-size", "8", "--flash-attention"]
+    assert main([*options, "--accumulation", "8"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "by its assumptions between" in text
+    assert "by published runs" in text
+    assert said in text
+    assert main([*options, "--accumulation", "8", "--json"]) == 0
+    time = json.loads(capsys.readouterr().out)["time"]
+    found = time["published_runs"]
+    if instance not in compared():
+        assert found is None
+        return
+    assert (found["low"] / time["seconds"], found["high"] / time["seconds"]) == pytest.approx(
+        (compared()[instance].low, compared()[instance].high)
+    )
+    assert found["calibrated_on"] == list(compared()[instance].ratios)[:CALIBRATING]
+
+
+def test_a_mixture_has_no_interval_by_dense_runs():
+    counted = SimpleNamespace(instance="trn1.32xlarge", findings=["sort"])
+    found = interval_of(counted, SimpleNamespace(seconds=1.0))
+    assert (found.to_dict(), found.why) == (None, "all that are published are of dense models")

@@ -15,7 +15,7 @@ import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuron_accel.commands import (
     Parser,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from neuron_accel.contract import StrategyPlugin
     from neuron_accel_plan.changes import Change
     from neuron_accel_plan.layout import LayoutCount
+    from neuron_accel_plan.published import Interval
     from neuron_accel_plan.script import ScriptCount
     from neuron_accel_plan.search import Search
     from neuron_accel_plan.time import StepTime
@@ -245,6 +246,7 @@ def _report(
 ) -> int:
     """Prints and writes a count; returns the exit code."""
     predicted, limits = _predicted(counted, args), _limits(args)
+    published = _published(counted, predicted, args)
     total = None
     if limits is not None and predicted is not None and counted.tokens:
         total = limits.total(predicted, counted.tokens, _instances(counted))
@@ -253,7 +255,7 @@ def _report(
     if args.brief:
         show(_brief(counted, args))
     elif args.json:
-        plain = None if predicted is None else predicted.to_dict()
+        plain = None if predicted is None else predicted.to_dict() | _plain(published)
         smaller = [{"change": each.what, "memory": each.count.step.peak.total} for each in changes]
         others = {"smaller": smaller} if changes else {}
         printed = {**(script or counted).to_dict(), "time": plain, **others}
@@ -267,7 +269,7 @@ def _report(
         if script is not None:
             show("\n".join(_remarks(script, args.script)))
         if predicted is not None:
-            show("\n".join(["", *describe_time(predicted, counted.tokens, why=args.why)]))
+            show("\n".join(["", *describe_time(predicted, counted.tokens, why=args.why, published=published)]))
             price = _price(counted, predicted, args)
             if price is not None:
                 show(f"{price:,.4g} USD for a million tokens, an hour of an instance at {args.price_per_hour:,.2f} USD")
@@ -513,9 +515,24 @@ def _predicted(counted: LayoutCount, args: argparse.Namespace) -> StepTime | Non
     return None if machine is None else predict_time(counted.slowest, machine, calibration, bubble=counted.bubble)
 
 
+def _published(counted: LayoutCount, predicted: StepTime | None, args: argparse.Namespace) -> Interval | None:
+    """What published runs say of a prediction; None of one that is not of an instance's own constants."""
+    from neuron_accel_plan.published import interval_of
+
+    if predicted is None or counted.instance is None or args.calibration is not None:
+        return None
+    return interval_of(counted, predicted)
+
+
+def _plain(published: Interval | None) -> dict[str, Any]:
+    return {} if published is None else {"published_runs": published.to_dict()}
+
+
 def _search(args: argparse.Namespace, limits: Limits | None) -> int:
     _check_layout(args, "--instances searches layouts")
     found = _searched(args, args.instances, 10 if args.best is None else args.best)
+    first = found.best[0] if found.best else None
+    published = None if first is None else _published(first.count, first.time, args)
     total = None
     if limits is not None and found.best:
         total = limits.total(found.best[0].time, found.tokens, found.instances)
@@ -525,9 +542,12 @@ def _search(args: argparse.Namespace, limits: Limits | None) -> int:
         _write(args.html, {str(ranked.layout): (ranked.count, ranked.time) for ranked in found.best})
     if args.json:
         training = {} if total is None else {"training": total.to_dict()}
-        print(json.dumps({**found.to_dict(), **training}, indent=2))
+        plain = found.to_dict()
+        for layout, ranked in zip(plain["layouts"], found.best, strict=True):
+            layout["seconds"] |= _plain(_published(ranked.count, ranked.time, args))
+        print(json.dumps({**plain, **training}, indent=2))
     else:
-        show(describe_search(found, why=args.why))
+        show(describe_search(found, why=args.why, published=published))
         if args.write is not None and found.best:
             show(f"\nthe configuration of the first is written to {args.write}")
         if total is not None:

@@ -12,6 +12,7 @@ from neuron_accel.commands import format_table, table_width, terminal_width, wra
 if TYPE_CHECKING:
     from neuron_accel_plan.changes import Change
     from neuron_accel_plan.layout import LayoutCount
+    from neuron_accel_plan.published import Interval
     from neuron_accel_plan.search import Search
     from neuron_accel_plan.time import StepTime
 
@@ -105,10 +106,14 @@ def describe_changes(changes: Sequence[Change]) -> list[str]:
     return ["what needs less memory, each counted", *table(["with", "GiB", ""], rows)]
 
 
-def describe_time(predicted: StepTime, tokens: int, *, why: bool = False) -> list[str]:
+def describe_time(
+    predicted: StepTime, tokens: int, *, why: bool = False, published: Interval | None = None
+) -> list[str]:
     """Returns lines with the time of a step of this number of tokens (0: unknown), and with ``why`` the constants."""
     lines = [f"predicted time of a step: {_duration(predicted.seconds)}"]
-    lines.append(f"between {_duration(predicted.low)} and {_duration(predicted.high)}")
+    lines.append(f"by its assumptions between {_duration(predicted.low)} and {_duration(predicted.high)}")
+    if published is not None:
+        lines += describe_published(published)
     slow, fast = tokens / predicted.high, tokens / predicted.low
     if tokens:
         lines.append(f"{tokens / predicted.seconds:,.0f} tokens/s over all ranks ({slow:,.0f} to {fast:,.0f})")
@@ -130,12 +135,28 @@ def describe_time(predicted: StepTime, tokens: int, *, why: bool = False) -> lis
     return lines
 
 
+def describe_published(interval: Interval) -> list[str]:
+    """Returns lines with the interval that published runs give, or why they give none."""
+    from neuron_accel_plan.published import CALIBRATING, LEVEL
+
+    if interval.comparison is None:
+        return wrap_words(f"by published runs: unknown, {interval.why}", terminal_width())
+    tested, inside = len(interval.comparison.tested), interval.comparison.inside
+    bounds = f"{_duration(interval.low)} and {_duration(interval.high)}"
+    return wrap_words(
+        f"by published runs between {bounds}, in {LEVEL:.0%} of runs like the {CALIBRATING} of dense models that "
+        f"calibrate this; {inside} of {tested} others are inside",
+        terminal_width(),
+    )
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def describe_search(found: Search, *, why: bool = False) -> str:
-    """Returns the layouts that were found as a table, and with ``why`` the reasons of all others."""
+def describe_search(found: Search, *, why: bool = False, published: Interval | None = None) -> str:
+    """Returns the layouts that were found as a table, with the interval of the first by ``published`` runs, and with
+    ``why`` the reasons of all others."""
     from neuron_accel_plan.totals import big
 
     lines = [
@@ -175,6 +196,8 @@ def describe_search(found: Search, *, why: bool = False) -> str:
             lines += [f"{number}: {ranked.layout}", f"   sent by axis, MiB: {axes or 'nothing'}"]
     else:
         lines.append("no layout fits: more instances, or an instance with more memory, are needed")
+    if published is not None:
+        lines += ["", f"the first takes {_duration(found.best[0].time.seconds)} a step", *describe_published(published)]
     for finding in found.best[0].count.findings if found.best else ():
         lines += wrap_words(f"may not compile: {finding}", terminal_width())
     if why:
