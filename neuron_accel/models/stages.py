@@ -17,6 +17,13 @@ from torch import nn
 from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.models.architecture import family_inside, join_fqn, name_of_base
 from neuron_accel.models.catalog import plan_for
+from neuron_accel.models.llama import LLAMA
+
+_NAMED_LIKE_LLAMA = (
+    *("granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "nanochat", "nemotron"),
+    *("olmoe", "phimoe", "jetmoe", "lfm3", "moshi"),
+)
+"""Families without a plan for pipelines, whose blocks, embedding and norm have Llama's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +138,7 @@ def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
             parts = [join_fqn(base_name, step) for step in names]
             return parts[place], tuple(parts[:place]), tuple(parts[place + 1 :])
     config: Any = owner.config
-    plan = plan_for(config.model_type)
+    plan = plan_for(config.model_type) or (LLAMA if config.model_type in _NAMED_LIKE_LLAMA else None)
     if plan is None or not plan.blocks.endswith(".*"):
         raise _no_plan(model, f"no plan describes the blocks of a {config.model_type!r}")
     container = join_fqn(base_name, plan.blocks.removesuffix(".*"))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tests.sweeps.families import table
+from pathlib import Path
+
+from tests.sweeps.families import POPULAR_HEAD, earlier, popular, table, write
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported_models.md"
 
 
 def test_what_no_tiny_model_could_be_built_of_was_not_tried():
@@ -19,3 +23,18 @@ def test_what_no_tiny_model_could_be_built_of_was_not_tried():
     assert "| deepseek_v4 | yes | no | UnsupportedModelError: along the sequence |" in text
     assert "| gemma3 | not tried | not tried | not built tiny: 4,971,331,952 parameters |" in text
     assert "| zamba | not tried | not tried |" in text
+
+
+def test_the_page_begins_with_the_popular_families_as_its_other_tables_have_them():
+    first = PAGE.read_text().split("\n## ")[1]
+    assert f"\n## {first}".strip() == popular(PAGE).strip()
+    assert "| Llama 2, 3 | llama | yes | yes | yes |  | yes | yes | [yes](recipes.md) |" in first
+    assert POPULAR_HEAD.strip() in popular(PAGE)
+
+
+def test_a_few_families_replace_their_rows_only(tmp_path):
+    page, layouts = tmp_path / "page.md", ["pp2"]
+    write(page, table({"gpt2": {"pp2": "ok"}, "olmoe": {"pp2": "no plan"}}, layouts), layouts)
+    write(page, table(earlier(page, layouts) | {"olmoe": {"pp2": "ok"}}, layouts), layouts)
+    assert earlier(page, layouts) == {"gpt2": {"pp2": "ok"}, "olmoe": {"pp2": "ok"}}
+    assert page.read_text().count("## Popular families") == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +21,7 @@ from neuron_accel.models import Architecture
 from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Tolerance, Trace, Training, compare, train_alone, train_on_rank
-from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_model
+from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_config, tiny_model
 
 STEPS = 3
 PP2 = {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
@@ -33,6 +34,10 @@ LAYOUTS = {
     "pp2 x dp2 + fully_sharded, stage 2": (4, [PP2, "fully_sharded"]),
     "pp2 x dp2 + fully_sharded, stage 3": (4, [PP2, {"fully_sharded": {"reshard_after_forward": True}}]),
 }
+EXPERTS = {"experts over 2 ranks": (2, [{"expert_parallel": {"expert_parallel_size": 2}}])}
+"""Layouts of mixtures alone, in the packages' names."""
+PLANNED = "planned"
+"""Not a layout: whether ``neuron-accel plan`` counts a step on tensor-parallel ranks of an instance."""
 GRAPHS = {"graphs of zero1": (2, ["zero1"])}
 """Layouts whose graphs are checked instead, on XLA ranks."""
 TOLERANCE = Tolerance(gradient=2e-4, weight=2e-4)
@@ -66,6 +71,8 @@ def check(model_type: str, layouts: list[str]) -> dict[str, str]:
             plan_shards(Architecture.of(model), 2)
         except Exception as error:
             return dict.fromkeys(layouts, _last_line(error))
+    if layouts == [PLANNED]:
+        return {PLANNED: _planned(model_type)}
     build = functools.partial(_build, model_type)
     try:
         reference = run_ranks(train_alone, 1, build, batches(), Training(), timeout=60)[0]
@@ -89,7 +96,7 @@ def _seed(model: torch.nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _compare(build: Any, layout: str, reference: Any) -> str:
-    ranks, plugins = LAYOUTS[layout]
+    ranks, plugins = (LAYOUTS | EXPERTS)[layout]
     try:
         trace = run_ranks(train_on_rank, ranks, build, batches(), {"plugins": plugins}, Training(), timeout=120)[0]
         compare(_without_zeros(reference, reference), _without_zeros(trace, reference), TOLERANCE)
@@ -98,6 +105,19 @@ def _compare(build: Any, layout: str, reference: Any) -> str:
     except Exception as error:
         return _last_line(error)
     return "ok"
+
+
+def _planned(model_type: str) -> str:
+    from neuron_accel_plan import plan
+
+    config = {"plugins": LAYOUTS["tp2"][1]}
+    sizes = {"world_size": 2, "global_batch": 4, "sequence": 16}
+    try:
+        counted = plan(tiny_config(model_type), config=config, instance="trn1.2xlarge", **sizes)
+        counted.predict()
+    except Exception as error:
+        return _last_line(error)
+    return next((str(finding) for finding in counted.findings if finding.certain), "ok")
 
 
 def _build_static(model_type: str) -> torch.nn.Module:
@@ -168,6 +188,17 @@ def title(layouts: list[str]) -> str:
     return f"\n## {' | '.join(layouts)}\n"
 
 
+def earlier(path: Path, layouts: list[str]) -> dict[str, dict[str, str]]:
+    """The results that the document has of these layouts, by family; of several that failed all have the reason."""
+    sections = path.read_text().split("\n## ") if path.exists() else []
+    text = next((text for text in sections if text.startswith(title(layouts).strip("\n# ") + "\n")), "")
+    found = {}
+    for line in text.splitlines()[6:]:
+        family, *marks, reason = (cell.strip() for cell in line.strip("|").split("|"))
+        found[family] = {layout: "ok" if mark == "yes" else reason for layout, mark in zip(layouts, marks, strict=True)}
+    return found
+
+
 def table(results: dict[str, dict[str, str]], layouts: list[str]) -> str:
     """The results as a section of the document."""
     tried = [result for result in results.values() if not all(value.startswith(NOT_TRIED) for value in result.values())]
@@ -199,26 +230,98 @@ def write(path: Path, section: str, layouts: list[str]) -> None:
     """Puts a section in the place of an earlier one of the same layouts, or at the end."""
     sections = path.read_text().split("\n## ")[1:] if path.exists() else []
     kept = [f"\n## {text}" for text in sections]
-    kept = [text for text in kept if not text.startswith(title(layouts))]
+    again = (title(layouts), POPULAR_HEAD[:20])
+    kept = [text for text in kept if not text.startswith(again)]
     path.write_text(HEAD + "".join(text.rstrip("\n") + "\n" for text in (*kept, section)))
+    body = path.read_text()[len(HEAD) :]
+    path.write_text(HEAD + popular(path) + body)
+
+
+POPULAR = {
+    "Llama 2, 3": "llama",
+    "Llama 4, text": "llama4_text",
+    "Qwen2, Qwen2.5": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3-MoE": "qwen3_moe",
+    "Mistral": "mistral",
+    "Mixtral": "mixtral",
+    "Gemma 2": "gemma2",
+    "Gemma 3, text": "gemma3_text",
+    "Gemma 4, text": "gemma4_text",
+    "Phi-3, Phi-4": "phi3",
+    "GPT-OSS": "gpt_oss",
+    "DeepSeek-V3": "deepseek_v3",
+    "Falcon": "falcon",
+    "OLMo 2": "olmo2",
+    "OLMoE": "olmoe",
+    "StarCoder2": "starcoder2",
+    "Granite": "granite",
+    "SmolLM3": "smollm3",
+    "GPT-2": "gpt2",
+    "GPT-NeoX, Pythia": "gpt_neox",
+    "BERT": "bert",
+}
+"""The families that the document begins with, and their ``model_type``."""
+MIXTURES = ("llama4_text", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")
+COLUMNS = {
+    "tp": (["tp2", "tp2+sp"], "tp2"),
+    "sp": (["tp2", "tp2+sp"], "tp2+sp"),
+    "pp": (["pp2"], "pp2"),
+    "experts": (list(EXPERTS), *EXPERTS),
+    "graphs": (list(GRAPHS), *GRAPHS),
+    "planned": ([PLANNED], PLANNED),
+}
+"""Of the first table, where in the others each column is from: the layouts of a section, and one of them."""
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "models"
+
+
+def popular(path: Path) -> str:
+    """The first table of the document, from its other ones."""
+    recipes = {json.loads(file.read_text())["model_type"] for file in RECIPES.glob("*.json")}
+    results = {name: (earlier(path, layouts), layout) for name, (layouts, layout) in COLUMNS.items()}
+    head = ["family", "`model_type`", *results, "recipe"]
+    lines = [POPULAR_HEAD, f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, family in POPULAR.items():
+        marks = [_mark(found[family][layout]) if family in found else "" for found, layout in results.values()]
+        recipe = "[yes](recipes.md)" if family in recipes else ""
+        lines.append(f"| {' | '.join([name, family, *marks, recipe])} |")
+    return "\n".join(lines) + "\n"
+
+
+POPULAR_HEAD = """
+## Popular families
+
+Tensor, sequence and pipeline parallelism (tp, sp, pp),
+[experts over ranks](packages/neuron-accel-expert-parallel.md) of mixtures, graphs that the rules of the compiler accept
+("no" of a mixture: it sorts, which is not documented as supported), whether `neuron-accel plan` counts it, and whether
+there is a [recipe](recipes.md). Reasons are in the tables below.
+"""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--layouts", nargs="+", choices=[*LAYOUTS, *GRAPHS], default=["tp2", "tp2+sp"])
+    parser.add_argument(
+        "--layouts", nargs="+", choices=[*LAYOUTS, *EXPERTS, PLANNED, *GRAPHS], default=["tp2", "tp2+sp"]
+    )
+    parser.add_argument("--popular", action="store_true", help="the popular families, or the mixtures among them")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
     tiny_model("llama")  # imports that threads must not make at once
+    if options.popular:
+        options.families = [name for name in POPULAR.values() if options.layouts != list(EXPERTS) or name in MIXTURES]
     families = options.families or causal_families()
     results = {}
-    with ThreadPoolExecutor(options.jobs) as pool:
+    jobs = 1 if options.layouts == [PLANNED] else options.jobs  # Accelerate has one state in a process
+    with ThreadPoolExecutor(jobs) as pool:
         for family, result in zip(families, pool.map(lambda f: check(f, options.layouts), families), strict=True):
             results[family] = result
             print(family, result, flush=True)
     if options.write:
+        if options.families:  # the others stay
+            results = dict(sorted((earlier(options.write, options.layouts) | results).items()))
         write(options.write, table(results, options.layouts), options.layouts)
     return 0
 

@@ -21,6 +21,7 @@ from neuron_accel.strategies.pipeline.cuts import balanced, cost, cut
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad, Later
 from neuron_accel.strategies.pipeline.microbatches import LossWeights, convert, split
 from tests.distributed.strategies.pipeline.pipeline_support import FAMILIES, gpt2, llama, mixtral
+from tests.sweeps.tiny import tiny_model
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -109,6 +110,16 @@ def test_a_large_head_takes_the_place_of_blocks():
     block, head = cost(model.model.layers[0]), cost(model.lm_head)
     assert head > 10 * block
     assert cost(model.model.embed_tokens) == 64
+
+
+@pytest.mark.parametrize(
+    "family", ["granitemoe", "hunyuan_v1_moe", "jetmoe", "nanochat", "nemotron", "olmoe", "phimoe"]
+)
+def test_families_without_a_plan_for_pipelines_whose_parts_have_llamas_names(family):
+    with torch.device("meta"):
+        stack = Stack.of(tiny_model(family))
+    assert (stack.container, stack.before) == ("model.layers", ("model.embed_tokens",))
+    assert stack.after[-1] == "lm_head"
 
 
 @pytest.mark.parametrize(
