@@ -58,7 +58,7 @@ def describe(counted: LayoutCount, width: int) -> str:
         lines += ["operations without a known number, not counted:", f"  {', '.join(step.uncounted)}"]
     if counted.extrapolated:
         lines += wrap_words(
-            f"extrapolated to {counted.layers} blocks from two and three; messages are approximate, since the size of "
+            f"extrapolated to {counted.layers} blocks from models of few; messages are approximate, since the size of "
             "buckets depends on that of the model: exact with --full-depth",
             width,
         )
