@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from neuron_accel_report.page import page
+from neuron_accel_report.page import facts, page
 from neuron_accel_report.records import Collectives, Prediction, rank_file, stragglers
 from neuron_accel_report.records import read_run as read_all
 from neuron_accel_report.summary import COLUMNS, POINTS, Series, several, summarise
@@ -129,6 +129,18 @@ def test_of_many_ranks_those_that_were_late_are_shown(tmp_path):
 
 
 # ---- files that are not as they should be ----------------------------------------------------------------------------
+def test_the_head_says_what_was_run(tmp_path):
+    more = {
+        "command": "train.py --lr 1",
+        "options": {"zero1": {"overlap": False}},
+        "versions": {"transformers": "5.24"},
+    }
+    found = dict(facts([summarise(write_run(tmp_path / "run", model="LlamaForCausalLM", **more))]))
+    assert (found["model"], found["command"]) == ("LlamaForCausalLM", "train.py --lr 1")
+    assert found["options"] == "zero1: overlap False"
+    assert "transformers 5.24" in found["versions"]
+
+
 def test_what_is_missing_is_said(tmp_path):
     folder = write_run(tmp_path / "run", steps=9, ended=False)
     (folder / rank_file(2)).unlink()

@@ -21,6 +21,7 @@ from neuron_accel_report.records import (
     to_line,
     traffic_table,
 )
+from neuron_accel_report.trace import trace
 from neuron_accel_report.trace_command import numbers
 from report_support import main
 
@@ -211,7 +212,14 @@ def traced(folder):
                 for begin in (start + number * 0.1,)
                 for span in (
                     Range(step=number, name="forward", category="part", start=begin, seconds=0.05),
-                    Range(step=number, name="all_reduce", category="collective", start=begin + 0.01, seconds=0.02),
+                    Range(
+                        step=number,
+                        name="all_reduce",
+                        category="collective",
+                        start=begin + 0.01,
+                        seconds=0.02,
+                        arguments={"group": "dp", "ranks": [0, 1]},
+                    ),
                 )
             ),
         ]
@@ -224,7 +232,7 @@ def check_trace(found, ranks):
     open_ends: dict[tuple[int, int], list[float]] = {}
     for event in found["traceEvents"]:
         assert {"ph", "ts", "pid", "tid", "name"} <= set(event)
-        assert event["ph"] in ("X", "M")
+        assert event["ph"] in ("X", "M", "C", "s", "f")
     spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == set(ranks)
     names = {event["pid"] for event in found["traceEvents"] if event["name"] == "process_name"}
@@ -262,6 +270,71 @@ def test_a_trace_has_the_steps_of_every_rank_in_one_time(options, steps, ranges,
     captured = capsys.readouterr()
     assert "ui.perfetto.dev" in captured.out
     assert not captured.err
+
+
+def test_no_event_of_a_track_overlaps_another(tmp_path):
+    """Perfetto discards a complete event that begins before the one ahead of it on its track has ended. Numbers of Unix
+    time are 238 ns apart, so that a step, its start and duration, can end after the start of the next."""
+
+    def rank(index):
+        start, records = 1_795_000_000.0 + index * 1e-4, [header(index)]
+        for number in range(200):
+            seconds = 0.0123456789 + number * 1.7e-8
+            half = start + seconds / 2
+            records += [
+                Step(step=number, time=start, seconds=seconds, parts={"forward": seconds}),
+                Range(step=number, name="forward", category="part", start=start, seconds=half - start + 2e-7),
+                Range(step=number, name="inner", category="user", start=start, seconds=half - start + 4e-7),
+                Range(step=number, name="backward", category="part", start=half, seconds=start + seconds - half),
+            ]
+            start += seconds
+        return records
+
+    found = trace(read_run(write(tmp_path / "run", rank(0), rank(1))))["traceEvents"]
+    for pid in (0, 1):
+        for tid in (0, 1):
+            spans = [event for event in found if (event["ph"], event["pid"], event["tid"]) == ("X", pid, tid)]
+            open_ends: list[int] = []
+            for event in spans:
+                begin, end = (round(1e3 * time) for time in (event["ts"], event["ts"] + event["dur"]))
+                while open_ends and open_ends[-1] <= begin:
+                    open_ends.pop()
+                assert tid == 1 or not open_ends  # steps are apart
+                assert not open_ends or end <= open_ends[-1], event
+                open_ends.append(end)
+            assert len(spans) == (200 if tid == 0 else 600)
+
+
+def test_a_trace_has_counters_and_arrows(tmp_path):
+    """Memory and loss at the end of steps, and from the rank that called a collective last to those that waited."""
+
+    def rank(index, late):
+        memory = Memory(host=100 + index)
+        records = [header(index), step(0, 100.0, loss=1.5, memory=memory), step(1, 100.1, loss=float("nan"))]
+        for number, name in enumerate(("all_reduce", "all_gather", "all_reduce")):
+            given = {"ranks": [0, 1] if number < 2 else [index], "op": name}
+            start = 100.0 + number * 0.01 + (0.002 if late == number else 0.0)
+            records.append(Range(step=0, name=name, category="collective", start=start, seconds=0.005, arguments=given))
+        return records
+
+    found = trace(read_run(write(tmp_path / "run", rank(0, 0), rank(1, 1))), steps=[0, 1])["traceEvents"]
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    counters = [(e["pid"], e["name"], e["args"]) for e in found if e["ph"] == "C"]
+    assert counters == [
+        (0, "memory in bytes", {"host": 100}),
+        (0, "loss", {"loss": 1.5}),
+        (1, "memory in bytes", {"host": 101}),
+        (1, "loss", {"loss": 1.5}),
+    ]
+    steps = [event["args"].get("loss") for event in found if event.get("cat") == "step" and event["pid"] == 0]
+    assert steps == [1.5, "nan"]
+    arrows = [(e["name"], e["ph"], e["pid"], e["ts"]) for e in found if e["ph"] in "sf"]
+    assert arrows == [
+        ("all_reduce", "s", 0, pytest.approx(2000)),
+        ("all_reduce", "f", 1, pytest.approx(5000)),
+        ("all_gather", "s", 1, pytest.approx(12000)),
+        ("all_gather", "f", 0, pytest.approx(15000)),
+    ]
 
 
 def test_steps_that_were_not_traced_are_in_the_trace_and_named(tmp_path, capsys):

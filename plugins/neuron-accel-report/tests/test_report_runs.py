@@ -156,6 +156,10 @@ def test_a_rank_that_sleeps_is_named_with_its_step(tmp_path, capfd):
 
 def test_ranges_of_traced_steps_nest(tmp_path):
     _, report = run(tmp_path, [PIPELINE], 2, options={"trace_steps": [2, 3]}, user=True)
+    assert report.header.model == "LlamaForCausalLM"
+    assert report.header.command.split()
+    assert {"python", "accelerate", "transformers"} <= report.header.versions.keys()
+    assert report.header.options["run_report"]["trace_steps"] == "(2, 3)"
     for each in report.ranks:
         names = {r.name for r in each.ranges}
         assert {r.step for r in each.ranges} == {2, 3}
@@ -173,6 +177,8 @@ def test_ranges_of_traced_steps_nest(tmp_path):
             "user",
         }
         assert any(r.name == "data_parallel.after_backward" for r in each.ranges)
+        # by its ranks a trace finds a collective on the others
+        assert [0, 1] in [r.arguments.get("ranks") for r in each.ranges if r.category == "collective"]
         spans = sorted((r.start, -r.seconds, r.name) for r in each.ranges)
         open_ends: list[float] = []
         for start, negative, _ in spans:

@@ -406,11 +406,19 @@ def facts(runs: Sequence[RunSummary]) -> list[list[str]]:
         if run.compilations is not None:
             last = "" if run.compiled_in is None else f", the last in step {run.compiled_in}"
             compiled = f"{run.compilations} graphs{last}"
+        options = "; ".join(
+            f"{plugin}: " + ", ".join(f"{name} {value}" for name, value in given.items())
+            for plugin, given in header.options.items()
+        )
+        others = "".join(f", {name} {version}" for name, version in header.versions.items())
         named = {
+            "model": header.model or None,
+            "command": header.command or None,
             "ranks": f"{header.world_size}, {mesh}" if mesh else str(header.world_size),
             "plugins": ", ".join(header.plugins) or "none",
+            "options": options or None,
             "device": f"{header.device}, {header.backend}" + (f", {header.instance}" if header.instance else ""),
-            "versions": f"neuron_accel {header.neuron_accel}, torch {header.torch}",
+            "versions": f"neuron_accel {header.neuron_accel}, torch {header.torch}{others}",
             "parameters": None if header.parameters is None else f"{header.parameters:,}",
             "optimizer steps": f"{run.steps:,}" + ("" if run.ended else ", not ended"),
             "loss, first to last": losses,

@@ -7,7 +7,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import platform
+import shlex
+import sys
 import time
 import uuid
 import warnings
@@ -23,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
+from neuron_accel_report.bundle_command import Redactor
 from neuron_accel_report.live import Display, make_display
 from neuron_accel_report.recorder import Measured, Recorder, Scalars
 from neuron_accel_report.records import (
@@ -337,12 +341,17 @@ class Report:
             peak_flops=None if hardware is None else hardware.peak_flops,
             parameters=self._parameters,
             torch=torch.__version__,
-            neuron_accel=_own_version(),
+            neuron_accel=_version("neuron-accel"),
             clock_offset=self._clock,
             clock_error=self._clock_error,
             started=self._started + self._clock,
             predicted=self._prediction,
             micro_batches=micro_batches,
+            model=type(run.models[0].inner).__name__ if run.models else "",
+            command=Redactor(os.environ)(shlex.join(sys.argv)),
+            options={plugin.spec.name: found for plugin in run.plan.plugins if (found := _options(plugin))},
+            versions={"python": platform.python_version()}
+            | {name: _version(name) for name in ("accelerate", "transformers") if name in sys.modules},
         )
 
     def _compare(self, step: Step) -> None:
@@ -590,10 +599,21 @@ def clock_offset(run: Run) -> tuple[float, float]:
     return (least + most) / 2, abs(most - least) / 2
 
 
-def _own_version() -> str:
+def _options(plugin: StrategyPlugin) -> dict[str, Any]:
+    """The options of a plugin that are not its defaults, as JSON has them."""
+    found = {}
+    for each in dataclasses.fields(plugin) if dataclasses.is_dataclass(plugin) else ():
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        value = getattr(plugin, each.name, default)
+        if each.init and value != default:
+            found[each.name] = value if isinstance(value, (bool, int, str)) else str(value)
+    return found
+
+
+def _version(name: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version("neuron-accel")
+        return version(name)
     except PackageNotFoundError:
         return ""

@@ -206,8 +206,11 @@ class Recorder(Observer):
             self.own += self._now() - now
 
     def _keep(self, ended: _Open, now: float) -> None:
-        """Keeps a range of a traced step."""
+        """Keeps a range of a traced step; of a collective with its ranks, by which a trace finds it on the others."""
         closed, start, step = ended[_RANGE], ended[_START], ended[_STEP]
+        arguments = {key: value for key, value in closed.arguments.items() if key != "optimizer"}
+        if (group := getattr(closed, "group", None)) is not None:
+            arguments["ranks"] = list(group.ranks)
         self._ranges.append(
             Range(
                 step=step,
@@ -215,7 +218,7 @@ class Recorder(Observer):
                 category=closed.category,
                 start=self._unix + start,
                 seconds=now - start,
-                arguments={key: value for key, value in closed.arguments.items() if key != "optimizer"},
+                arguments=arguments,
             )
         )
 

@@ -112,6 +112,10 @@ class Header:
         started: when the run began.
         predicted: what a dry run counted for a step; None without one.
         micro_batches: number of micro-batches of an optimizer step.
+        model: class of the model.
+        command: the command line, without what looks like a secret.
+        options: the options of each plugin that are not its defaults, by its name.
+        versions: of Python and of other libraries that the run has imported, by name.
     """
 
     kind: ClassVar[str] = "run"
@@ -135,6 +139,10 @@ class Header:
     started: float
     predicted: Prediction | None = None
     micro_batches: int | None = None
+    model: str = ""
+    command: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 from neuron_accel.errors import ConfigurationError
@@ -12,12 +14,17 @@ from neuron_accel_report.records import Range, RankReport, RunReport, Step
 STEPS, HOST = 0, 1
 """Threads of each rank in the trace: its steps, and what the host does in them."""
 
+RESOLUTION = 477
+"""Nanoseconds: twice the distance of two numbers of Unix time, of which a range's start is one."""
+
 
 def trace(run: RunReport, steps: Iterable[int] | None = None) -> dict[str, Any]:
     """Returns the trace of some steps as an object to write as JSON.
 
     Every event has a phase, a time and duration in microseconds since the first one, the rank as its process, a thread
-    and a name. Ranges of steps that the run did not trace are left out; the steps themselves are there.
+    and a name. Ranges of steps that the run did not trace are left out; the steps themselves are there, with counters
+    of memory and loss. Arrows lead between the ranks of a collective, from the one that called it last, for which the
+    others waited.
 
     Args:
         run: the run.
@@ -45,11 +52,11 @@ def trace(run: RunReport, steps: Iterable[int] | None = None) -> dict[str, Any]:
         )
         for each in run.ranks
     ]
-    starts = [step.time for _, found, _ in chosen for step in found] + [
-        r.start for _, _, found in chosen for r in found
-    ]
-    origin = min(starts)
+    origin = min(
+        [step.time for _, found, _ in chosen for step in found] + [r.start for _, _, found in chosen for r in found]
+    )
     events = [event for each, found, ranges in chosen for event in _events(each, found, ranges, origin)]
+    events += _flows([(each.rank, ranges) for each, _, ranges in chosen], origin)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -74,15 +81,74 @@ def _events(rank: RankReport, steps: list[Step], ranges: list[Range], origin: fl
     yield _about("process_sort_index", pid, STEPS, sort_index=pid)
     yield _about("thread_name", pid, STEPS, name="steps")
     yield _about("thread_name", pid, HOST, name="host")
-    for step in steps:
-        arguments = {
-            "parts": {part: round(seconds, 6) for part, seconds in step.parts.items() if seconds},
-            **({} if step.loss is None else {"loss": str(step.loss)}),
+    ends = [_nanoseconds(after.time, origin) for after in steps[1:]]
+    for step, end in zip_longest(steps, ends):
+        begin = _nanoseconds(step.time, origin)
+        own = begin + round(step.seconds * 1e9)
+        arguments: dict[str, Any] = {
+            "parts": {part: round(seconds, 6) for part, seconds in step.parts.items() if seconds}
         }
-        yield _span(f"step {step.step}", "step", pid, STEPS, step.time - origin, step.seconds, arguments)
+        if step.loss is not None:
+            arguments["loss"] = _number(step.loss)
+        yield _span(f"step {step.step}", "step", pid, STEPS, begin, own if end is None else min(own, end), arguments)
+        yield from _counters(step, pid, own if end is None else min(own, end))
+    open_ends: list[int] = []
     for span in sorted(ranges, key=lambda each: (each.start, -each.seconds)):
-        start = span.start - origin
-        yield _span(span.name, span.category, pid, HOST, start, span.seconds, dict(span.arguments))
+        begin = _nanoseconds(span.start, origin)
+        if open_ends and begin < open_ends[-1] <= begin + RESOLUTION:
+            begin = open_ends[-1]
+        while open_ends and open_ends[-1] <= begin:
+            open_ends.pop()
+        end = max(begin, _nanoseconds(span.start, origin) + round(span.seconds * 1e9))
+        end = min([end, *open_ends[-1:]])
+        open_ends.append(end)
+        yield _span(span.name, span.category, pid, HOST, begin, end, dict(span.arguments))
+
+
+def _nanoseconds(time: float, origin: float) -> int:
+    """Whole nanoseconds since the first event.
+
+    Numbers of Unix time are far apart (:data:`RESOLUTION`), so that the end of a step, its start and duration, may be
+    later than the start of the next. Perfetto discards events that overlap.
+    """
+    return round((time - origin) * 1e9)
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _counters(step: Step, pid: int, at: int) -> Iterator[dict[str, Any]]:
+    """Counters with the values at the end of a step."""
+    memory = {name: value for name, value in vars(step.memory).items() if value is not None}
+    loss = {} if step.loss is None or not math.isfinite(step.loss) else {"loss": step.loss}
+    for name, values in (("memory in bytes", memory), ("loss", loss)):
+        if values:
+            yield {"ph": "C", "ts": at / 1e3, "pid": pid, "tid": STEPS, "name": name, "args": values}
+
+
+def _flows(ranks: list[tuple[int, list[Range]]], origin: float) -> Iterator[dict[str, Any]]:
+    """Arrows of the collectives of traced steps: the n-th of a step over a group is one call on all its ranks."""
+    calls: dict[tuple[Any, ...], list[tuple[int, Range]]] = {}
+    for rank, ranges in ranks:
+        count: dict[tuple[Any, ...], int] = {}
+        for span in sorted(ranges, key=lambda each: each.start):
+            members = span.arguments.get("ranks")
+            if span.category != "collective" or not members:
+                continue
+            key = span.step, span.name, tuple(members)
+            count[key] = count.get(key, 0) + 1
+            calls.setdefault((*key, count[key]), []).append((rank, span))
+    for number, ((_, name, _, _), found) in enumerate(calls.items()):
+        last, call = max(found, key=lambda each: each[1].start)
+        for at, (rank, span) in enumerate(found):
+            if rank == last:
+                continue
+            arrow = {"cat": "collective", "name": name, "id": f"{number}.{at}", "tid": HOST}
+            yield {"ph": "s", "ts": _nanoseconds(call.start, origin) / 1e3, "pid": last, **arrow}
+            end = max(_nanoseconds(span.start + span.seconds, origin), _nanoseconds(call.start, origin))
+            yield {"ph": "f", "bp": "e", "ts": end / 1e3, "pid": rank, **arrow}
 
 
 def _about(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:
@@ -90,9 +156,8 @@ def _about(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:
 
 
 def _span(
-    name: str, category: str, pid: int, tid: int, start: float, seconds: float, arguments: dict[str, Any]
+    name: str, category: str, pid: int, tid: int, begin: int, end: int, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """A complete event. Its times are whole nanoseconds, so that rounding does not let nested ranges overlap."""
-    begin, end = round(start * 1e9), round((start + seconds) * 1e9)
+    """A complete event, from and to a nanosecond."""
     times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
     return {"ph": "X", **times, "pid": pid, "tid": tid, "name": name, "cat": category, "args": arguments}
