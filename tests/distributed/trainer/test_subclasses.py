@@ -65,12 +65,13 @@ def fine_tune(folder, ranks_with_data, more, ours):
         (2, {"tensor_parallel_size": 2}),
         (2, {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}),
         (2, {"zero_1": True}),
+        (2, {"fully_sharded": True}),
     ],
-    ids=["tp2+sp", "pp2", "dp2+zero1"],
+    ids=["tp2+sp", "pp2", "dp2+zero1", "dp2+fully-sharded"],
 )
 def test_sft_trainer(ranks, more, tmp_path):
     pytest.importorskip("trl")
-    with_data = 2 if "zero_1" in more else 1
+    with_data = 2 if {"zero_1", "fully_sharded"} & more.keys() else 1
     theirs = run_ranks(fine_tune, with_data, str(tmp_path / "stock"), with_data, {}, False)[0]
     for mine in run_ranks(fine_tune, ranks, str(tmp_path), with_data, more, True):
         assert_same(mine, theirs, 1e-3)

@@ -160,6 +160,38 @@ def test_of_judgements(trainer, name, stock, tmp_path):
         assert_same(mine, theirs, 1e-3)
 
 
+# ---- Adapters --------------------------------------------------------------------------------------------------------
+def adapt(folder, ranks_with_data, more, name, ours=True):
+    """Only the factors of TRL's ``peft_config`` train; a preference is measured against the model without them."""
+    import trl
+    from peft import LoraConfig
+
+    kinds = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    kind, arguments = with_mixin(*kinds) if ours else kinds
+    columns = rows(prompt=((3, 4), 1), chosen=((5, 3, 4), 2), rejected=((4, 6), 3))
+    if name == "SFT":
+        columns = columns.rename_column("chosen", "completion").remove_columns("rejected")
+    trainer = kind(
+        model=model(),
+        args=arguments(**options(folder, ranks_with_data, **STEPS | {"learning_rate": 1e-2} | more)),
+        train_dataset=columns,
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    )
+    return finish(trainer, ours)
+
+
+@pytest.mark.parametrize("name", ["dp2+zero1", "dp2+fully-sharded"])
+@pytest.mark.parametrize("trainer", ["SFT", "DPO"])
+def test_lora_of_trl(trainer, name, stock, tmp_path):
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    ranks, more = COMPOSITIONS[name]
+    theirs = stock(adapt, 1, trainer)[0]
+    for mine in run_ranks(adapt, ranks, str(tmp_path), ranks, more, trainer):
+        assert_same(mine, theirs, 1e-3)
+
+
 # ---- Rewards of what the model generates -----------------------------------------------------------------------------
 ENDS = range(VOCABULARY // 2, VOCABULARY)
 """Tokens that end a completion: so many that completions, and the generations of ranks, differ in length."""

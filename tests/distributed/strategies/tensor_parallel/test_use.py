@@ -83,6 +83,13 @@ def _evaluate(family: str, sequence_parallel: bool) -> None:
         options = {"max_new_tokens": 6, "do_sample": False, "use_cache": cached, "pad_token_id": 0}
         options["attention_mask"] = torch.ones_like(prompt)
         assert torch.equal(model.generate(prompt, **options), whole.generate(prompt, **options))
+    sampled = []
+    for each in (model, whole):
+        torch.manual_seed(5)
+        options |= {"do_sample": True, "use_cache": True}
+        sampled += [each.generate(prompt, **options), each.generate(prompt, **options, cache_implementation="static")]
+    assert torch.equal(sampled[0], sampled[2])
+    assert torch.equal(sampled[1], sampled[3])
 
 
 @BOTH_FLOWS
