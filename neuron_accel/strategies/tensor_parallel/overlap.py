@@ -144,6 +144,7 @@ class _Settings:
         length: number of positions of the full sequence, without padding.
         dtype: in which products are computed.
         computed: which layers' products are computed.
+        learns: whether the weight of a layer needs a gradient.
         overlaps: whether products of this rank's positions are computed during the gather.
         regather: whether the shard is kept, and gathered again in the backward pass.
     """
@@ -153,6 +154,7 @@ class _Settings:
     length: int
     dtype: torch.dtype
     computed: tuple[bool, ...]
+    learns: bool
     overlaps: bool
     regather: bool
 
@@ -183,9 +185,12 @@ def gather_and_multiply(
     dtype = _product_dtype(hidden)
     operands: list[torch.Tensor | None] = []
     for layer in layers:
-        operands += [None if each is None else each.to(dtype) for each in layer.operands()]
+        # Autograd would tell a weight of a gradient here that it gets where its product is computed.
+        given = [None if each is None else each if layer.reads_gathered else each.detach() for each in layer.operands()]
+        operands += [None if each is None else each.to(dtype) for each in given]
     computed = tuple(layer.reads_gathered for layer in layers)
-    gather = _Settings(backend, group, length, dtype, computed, overlaps, regather)
+    learns = any(layer.operands()[0].requires_grad for layer in layers)
+    gather = _Settings(backend, group, length, dtype, computed, learns, overlaps, regather)
     full, _, *products = _GatherAndMultiply.apply(hidden, gather, *operands)
     return full, list(zip([layer for layer in layers if layer.reads_gathered], products, strict=True))
 
@@ -227,7 +232,7 @@ class _GatherAndMultiply(torch.autograd.Function):
 
         wants_input, _, *wants = ctx.needs_input_grad
         kept = hidden if gather.regather else x
-        ctx.save_for_backward(kept if any(wants[::2]) else None, *(weights if wants_input else ()))
+        ctx.save_for_backward(kept if gather.learns else None, *(weights if wants_input else ()))
         ctx.set_materialize_grads(False)
         ctx.gather, ctx.shard = gather, hidden.shape
         ctx.input_dtype, ctx.device = hidden.dtype, hidden.device
@@ -245,7 +250,7 @@ class _GatherAndMultiply(torch.autograd.Function):
         of_products = [next(remaining) if done else None for done in gather.computed]
         kept, *weights = ctx.saved_tensors
         wants_input, _, *wants = ctx.needs_input_grad
-        again = _start_regather(kept, gather, gradients) if gather.regather and kept is not None else None
+        again = _start_regather(kept, gather, gradients) if gather.regather and any(wants[::2]) else None
         of_hidden: Any = None
         if wants_input:
             total = of_full if of_cast is None else _plus(of_full, of_cast.to(ctx.input_dtype))

@@ -42,6 +42,7 @@ COMPOSITIONS = {
     "tp2": (4, [pipeline(2, 4, **TP)]),
     "tp2-sp": (4, [pipeline(2, 4, **TP), "sequence_parallel"]),
     "tp2-sp-zero-bubble": (4, [pipeline(2, 4, schedule="zero-bubble", **TP), "sequence_parallel"]),
+    "tp2-sp-zero-bubble-zero1": (4, [pipeline(2, 4, schedule="zero-bubble", **TP), "sequence_parallel", "zero1"]),
     "tp2-sp-interleaved": (
         4,
         [pipeline(2, 4, schedule="interleaved", virtual_stages=2, **TP), "sequence_parallel"],
@@ -56,6 +57,7 @@ OFTEN = {
     ("gpt2-tied", "tp2"),
     ("llama", "tp2-sp"),
     ("gpt2-tied", "tp2-sp-zero-bubble"),
+    ("llama", "tp2-sp-zero-bubble-zero1"),
     ("llama", "tp2-sp-interleaved"),
     ("gpt2-tied", "dp2"),
     ("gpt2-tied", "dp2-zero1"),
