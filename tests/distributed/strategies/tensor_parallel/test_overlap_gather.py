@@ -208,33 +208,47 @@ class Clock(TorchDispatchMode):
         return result
 
 
-def time_step(family: str, delay: int, overlap_gather: bool) -> tuple[int, int]:
-    """How long a step takes, and how many operations in it may be hidden behind communication, or must be enough to
-    hide it."""
-    run = make_run(degree=2, sequence_parallel=True, overlap_gather=overlap_gather, regather=False)
+def time_step(family: str, delay: int, overlap_gather: bool, regather: bool) -> tuple[int, list[int]]:
+    """How long a step takes, and for each region how many operations the products of its layers are: as many in the
+    forward pass as for the gradient of the input, and for those of the weights."""
+    run = make_run(degree=2, sequence_parallel=True, overlap_gather=overlap_gather, regather=regather)
     model = FAMILIES[family]()
     shard(model, run)
     network = Network(run.backend, delay)
     with Clock(network):
         step(model, batch(8))
-    hidden = 0
+    found = []
     for name, module in model.named_modules():
         layers = [each for each in module.children() if isinstance(each, ColumnWise)]
         if layers:
             operations = 2 * 2 * 8 * sum(layer.weight.numel() for layer in layers)
             assert 100 < operations // 2 < 10**9, name
-            hidden += min(delay, operations // 2) + min(delay, operations)
-    return network.now, hidden
+            found.append(operations)
+    return network.now, found
 
 
-@pytest.mark.parametrize("delay", [100, 10**9], ids=["fast network", "slow network"])
+DELAYS = pytest.mark.parametrize("delay", [100, 10**9], ids=["fast network", "slow network"])
+
+
+@DELAYS
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_what_is_computed_meanwhile(family, delay):
-    at_once, overlapping = (run_ranks(time_step, 2, family, delay, overlap) for overlap in (False, True))
-    for (time, hidden), (shorter, _) in zip(at_once, overlapping, strict=True):
+    at_once, overlapping = (run_ranks(time_step, 2, family, delay, overlap, False) for overlap in (False, True))
+    for (time, regions), (shorter, _) in zip(at_once, overlapping, strict=True):
         # Forward: this rank's half of the products of q, k and v, or of the first layers of the MLP, while the other
         # half of their input travels. Backward: the gradients of their weights, while that of their input is reduced.
+        hidden = sum(min(delay, operations // 2) + min(delay, operations) for operations in regions)
         assert time - shorter == hidden > 0
+
+
+@DELAYS
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_is_computed_while_the_input_is_gathered_again(family, delay):
+    kept, again = (run_ranks(time_step, 2, family, delay, True, regather) for regather in (False, True))
+    for (time, regions), (longer, _) in zip(kept, again, strict=True):
+        # The gather starts before the products for the gradient of the input, and is waited for after them, before the
+        # gradients of the weights: a step is longer by as much of the gather as these products do not hide.
+        assert longer - time == sum(max(0, delay - operations) for operations in regions)
 
 
 # ---- beside other strategies, against one process --------------------------------------------------------------------
