@@ -160,6 +160,12 @@ def test_numbers_of_ranks(name, lnc, legal, wrong, fix):
     assert caught.value.fix == fix
 
 
+def test_an_instance_without_groups_between_hosts():
+    with pytest.raises(PlanError) as caught:
+        find_instance("trn1.2xlarge").hardware().check_ranks(4)  # two instances
+    assert caught.value.why == "one runs at most 2 ranks, and several instances of it cannot form groups"
+
+
 def mesh(ranks, **degrees):
     kinds = {"pp": AxisKind.STAGE, "cp": AxisKind.SEQUENCE, "tp": AxisKind.MODEL}
     return Mesh.build([AxisSpec(name=name, degree=d, kind=kinds[name]) for name, d in degrees.items()], ranks)
