@@ -36,7 +36,24 @@ column the gathered inputs of attention and feed-forward are kept, which
 [`SequenceParallelPlugin`](tensor_parallel.md#gathering-again) gathers again by default. Of TorchTitan Neuron's
 families, GPT-OSS has the recipe [above](#gpt-oss-20b), with TP4 and experts over 8 ranks. Beside experts in parallel,
 fully sharded experts are sharded over the ranks that hold the same ones, and everything else over all data-parallel
-ranks. Tests train these layouts with tiny models, those of trn2 also on the stand-in for the native device."""
+ranks. Tests train these layouts with tiny models, those of trn2 and GPT-OSS also on the stand-in for the
+native device."""
+NEURON = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest"
+OVERLAP = f"""\
+Collectives beside computation, as published: in a graph the compiler orders them.
+[AWS]({NEURON}/neuron-runtime/explore/compute-comm-overlap.html)
+says that it gathers fully sharded weights as early as possible and reduces their gradients at the end of the backward
+pass, that experimental settings move both by a layer or more, and that collectives of tensor parallelism cannot be
+overlapped effectively so far. Those of SimpleFSDP
+[are in the graph]({NEURON}/training/torchtitan/tutorials/tutorial-simple-fsdp-training.html), too. `fully_shard`, of
+the Qwen3 layout, gathers ahead [by PyTorch's default](https://github.com/pytorch/pytorch/pull/128884). For other
+computation AWS's [guide]({NEURON}/torch/guides/torch-distributed.html) has HostCC and streams.
+
+Here, fully sharded weights are gathered [one block ahead](guides/from-fsdp.md) (`prefetch=1`), and gradients are
+reduced during the backward pass (`overlap=True`). With sequence parallelism an input that is gathered again travels
+while its gradient is computed, and this gradient while those of the weights are. The first gather is overlapped only
+with [`overlap_gather=True`](tensor_parallel.md#overlapping-the-gather), which none of these layouts sets. With
+torch_xla, as on trn1, the compiler orders all of it. None of this was measured on Trainium."""
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 TABLES = re.compile(
     r"(?<=<!-- tables, written by examples/recipes/make.py -->\n).*(?=<!-- end of tables -->)", re.DOTALL
@@ -165,7 +182,7 @@ def tables(predicted: dict[str, Any]) -> str:
     ]
     head = ["layout", "published by", "differs there", "data parallel", "recomputed", "instances", "mesh", *FIGURES[:2]]
     head.append("GiB with `regather=False`")
-    return "\n\n".join([*parts, PUBLISHED, table(*head, rows=rows)])
+    return "\n\n".join([*parts, PUBLISHED, table(*head, rows=rows), OVERLAP])
 
 
 def table(*head: str, rows: list[list[str]]) -> str:
