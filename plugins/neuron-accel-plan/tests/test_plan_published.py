@@ -20,7 +20,7 @@ from neuron_accel_plan.published import (
 )
 
 from neuron_accel import find_instance
-from neuron_accel.cli.main import main
+from neuron_accel.commands import main
 
 
 def release(text: str) -> tuple[int, ...]:
