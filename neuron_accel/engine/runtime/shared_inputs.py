@@ -111,7 +111,7 @@ class SharedInputs:
         run = self._run
         group = run.group(*run.mesh.model_axes)
         stage = run.mesh.position(run.backend.rank, run.mesh.names(AxisKind.STAGE))
-        norms = [float(norm) for norm in self._norms]  # on a lazy device, computed by the graphs of the steps
+        norms = [float(norm.cpu()) for norm in self._norms]  # on a lazy device, computed by the graphs of the steps
         everyone = run.backend.all_gather_object((stage, self._inputs, self._numbers, norms), group)
         self._inputs = self._numbers = 0
         self._norms, self._due = [], False
