@@ -321,6 +321,9 @@ def run_in_threads(rank: Callable[[int], None], meeting: Meeting) -> None:
         # threads that call one for the first time at once can crash the process; later calls only read the map. (0
         # and 1 would be constants, which are compiled.)
         torch.full((1,), 0.5).to("xla").item()
+        # After a fork the first backward pass creates autograd's engine anew and starts its threads. Two threads that
+        # both do it do it twice, without a lock, and one can wait for ever.
+        torch.ones((), requires_grad=True).backward()
 
     def begin() -> None:
         MEETING.set(meeting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,13 @@ def test_threads_of_a_test_each_have_ranks_of_their_own():
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda value: run_ranks(rank_and, 2, value, backend="xla"), range(4)))
     assert found == [[(0, value), (1, value)] for value in range(4)]
+
+
+def names_of_threads():
+    return {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+
+
+def test_autograds_threads_run_before_ranks_can_start_them_twice():
+    """After a fork each thread with a first backward pass creates autograd's engine anew, without a lock."""
+    for names in run_ranks(names_of_threads, 2, backend="xla", timeout=60):
+        assert any(name.startswith("pt_autograd") for name in names), names
