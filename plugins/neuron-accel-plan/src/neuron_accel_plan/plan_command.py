@@ -251,7 +251,7 @@ def _report(
     if limits is not None and predicted is not None and counted.tokens:
         total = limits.total(predicted, counted.tokens, _instances(counted))
     if args.html is not None:
-        _write(args.html, {counted.mesh: (counted, predicted)})
+        _write(args, {counted.mesh: (counted, predicted)})
     if args.brief:
         show(_brief(counted, args))
     elif args.json:
@@ -492,15 +492,17 @@ def _remarks(counted: ScriptCount, script: str) -> list[str]:
     return lines
 
 
-def _write(path: Path, layouts: Mapping[str, tuple[LayoutCount, StepTime | None]]) -> None:
+def _write(args: argparse.Namespace, layouts: Mapping[str, tuple[LayoutCount, StepTime | None]]) -> None:
     from neuron_accel_plan.report import Entry, html_report
 
-    page = html_report([Entry(label, counted, time) for label, (counted, time) in layouts.items()])
+    page = html_report(
+        [Entry(label, counted, time, _published(counted, time, args)) for label, (counted, time) in layouts.items()]
+    )
     try:
-        path.write_text(page, encoding="utf-8")
+        args.html.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(
-            f"{path} cannot be written: {error.strerror or error}.",
+            f"{args.html} cannot be written: {error.strerror or error}.",
             where="--html",
             fix="pass a file in an existing folder that can be written",
         ) from error
@@ -539,7 +541,7 @@ def _search(args: argparse.Namespace, limits: Limits | None) -> int:
     if args.write is not None and found.best:
         found.write(args.write)
     if args.html is not None and found.best:
-        _write(args.html, {str(ranked.layout): (ranked.count, ranked.time) for ranked in found.best})
+        _write(args, {str(ranked.layout): (ranked.count, ranked.time) for ranked in found.best})
     if args.json:
         training = {} if total is None else {"training": total.to_dict()}
         plain = found.to_dict()

@@ -137,16 +137,21 @@ def describe_time(
 
 def describe_published(interval: Interval) -> list[str]:
     """Returns lines with the interval that published runs give, or why they give none."""
+    colon = ":" if interval.comparison is None else ""
+    return wrap_words(f"by published runs{colon} {published_text(interval)}", terminal_width())
+
+
+def published_text(interval: Interval) -> str:
+    """Returns the interval that published runs give, or why they give none, as part of a sentence."""
     from neuron_accel_plan.published import CALIBRATING, LEVEL
 
     if interval.comparison is None:
-        return wrap_words(f"by published runs: unknown, {interval.why}", terminal_width())
+        return f"unknown, {interval.why}"
     tested, inside = len(interval.comparison.tested), interval.comparison.inside
     bounds = f"{_duration(interval.low)} and {_duration(interval.high)}"
-    return wrap_words(
-        f"by published runs between {bounds}, in {LEVEL:.0%} of runs like the {CALIBRATING} of dense models that "
-        f"calibrate this; {inside} of {tested} others are inside",
-        terminal_width(),
+    return (
+        f"between {bounds}, in {LEVEL:.0%} of runs like the {CALIBRATING} of dense models that calibrate this; "
+        f"{inside} of {tested} others are inside"
     )
 
 

@@ -14,6 +14,8 @@ from html import escape
 from neuron_accel.commands import colour, document, format_bytes, format_seconds, pairs, table
 from neuron_accel_plan.layout import LayoutCount
 from neuron_accel_plan.memory import PARTS
+from neuron_accel_plan.plan_text import published_text
+from neuron_accel_plan.published import Interval
 from neuron_accel_plan.time import Span, StepTime
 
 _WIDTH, _LEFT, _RIGHT, _ROW = 960, 190, 90, 30
@@ -31,11 +33,13 @@ class Entry:
         label: what the layout is called.
         counted: what it needs.
         time: the predicted time of its step; None without an instance or a calibration.
+        published: what published runs say of that time; None if it is not of an instance's own constants.
     """
 
     label: str
     counted: LayoutCount
     time: StepTime | None = None
+    published: Interval | None = None
 
 
 def html_report(entries: Sequence[Entry]) -> str:
@@ -91,12 +95,12 @@ def _facts(entry: Entry) -> str:
             (f"a core of {counted.instance}", f"{counted.verdict}: {format_bytes(counted.core_bytes)}, {reserve}")
         )
     if time is not None:
-        rows.append(
-            (
-                "time of a step",
-                f"{format_seconds(time.seconds)}, between {format_seconds(time.low)} and {format_seconds(time.high)}",
-            )
-        )
+        rows += [
+            ("predicted time of a step", format_seconds(time.seconds)),
+            ("by its assumptions", f"between {format_seconds(time.low)} and {format_seconds(time.high)}"),
+        ]
+    if entry.published is not None:
+        rows.append(("by published runs", published_text(entry.published)))
     return pairs(rows)
 
 
