@@ -66,7 +66,7 @@ def browser(width: int = 1200, height: int = 900, *, dark: bool = False) -> Iter
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))
         try:
-            driver.set_page_load_timeout(30)
+            driver.set_page_load_timeout(90)
             resize(driver, width, height)
             scheme(driver, "dark" if dark else "light")
             yield driver
