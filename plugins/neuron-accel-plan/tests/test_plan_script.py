@@ -282,6 +282,7 @@ def test_the_command_prints_the_tables_and_a_page(script, tmp_path, capsys, monk
         assert text in output.out
     assert "tokens/s" not in output.out
     assert "1 of 4 samples" in page.read_text()
+    assert "by published runs" in page.read_text()
 
 
 def test_arguments_of_the_script_that_do_not_follow_the_dashes(script, capsys):

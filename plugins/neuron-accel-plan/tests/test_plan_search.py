@@ -36,7 +36,10 @@ def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, 
     # Few layouts to run: a core that holds what is sharded, and not the whole state.
     monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 3 << 20)
     path = tmp_path / "train.yaml"
-    assert command(folder, "--best", "2", "--jobs", "1", "--price-per-hour", "1.5", "--write", str(path), "--json") == 0
+    page = tmp_path / "page.html"
+    words = ["--best", "2", "--jobs", "1", "--price-per-hour", "1.5", "--write", str(path), "--html", str(page)]
+    assert command(folder, *words, "--json") == 0
+    assert "by published runs" in page.read_text()
     found = json.loads(capsys.readouterr().out)
     first, second = found["layouts"]
     assert first["seconds"]["likely"] <= second["seconds"]["likely"]
