@@ -9,7 +9,6 @@ import os
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from neuron_accel.backends.process_group import let_threads_finish
 
 WORDS, CLASSES = 64, 2
 
@@ -342,10 +341,10 @@ def with_tracking(make, family, folder):
             optimizer.zero_grad()
         accuracy, _ = evaluate(accelerator, model, held_out)
         accelerator.log({"accuracy": accuracy, "loss": total.item() / len(train)}, step=epoch)
+    # Before the process group is destroyed: a DistributedDataParallel that is the last to hold it waits for gloo's
+    # threads in its destructor, and they may wait for the interpreter that it holds (PyTorch issue 56297).
+    model, optimizer, train, held_out = accelerator.free_memory(model, optimizer, train, held_out)
     accelerator.end_training()  # the last of all loops: the process is disconnected after it
-    # With Accelerate's own class the model is now the last that holds the group, whose destructor waits for gloo's
-    # threads, which may wait for the interpreter that the destructor holds (PyTorch issue 56297). Ours waits itself.
-    let_threads_finish()
     if accelerator.is_main_process:
         with open(path) as file:
             return [json.loads(line) for line in file]

@@ -241,5 +241,8 @@ def train(task: str, plugins: list[Any] | None = None) -> tuple[list[float], dic
             optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    # Before the process group is destroyed: a DistributedDataParallel that is the last to hold it waits for gloo's
+    # threads in its destructor, and they may wait for the interpreter that it holds (PyTorch issue 56297).
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()
     return losses, weights
