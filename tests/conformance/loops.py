@@ -9,7 +9,6 @@ import os
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-
 WORDS, CLASSES = 64, 2
 
 
