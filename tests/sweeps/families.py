@@ -43,7 +43,7 @@ GRAPHS = {"graphs of zero1": (2, ["zero1"])}
 TOLERANCE = Tolerance(gradient=2e-4, weight=2e-4)
 ROUNDING = 1e-6
 """Gradients of this size are noise: losses are about 5."""
-TOO_LARGE = 5_000_000
+TOO_LARGE = 10_000_000
 """Parameters of a model that did not become tiny."""
 NOT_TRIED = ("not built tiny: ", "does not train tiny in one process: ")
 """What a reason begins with if no layout was tried: it says nothing about support."""
@@ -229,10 +229,10 @@ def _mark(value: str) -> str:
 def write(path: Path, section: str, layouts: list[str]) -> None:
     """Puts a section in the place of an earlier one of the same layouts, or at the end."""
     sections = path.read_text().split("\n## ")[1:] if path.exists() else []
-    kept = [f"\n## {text}" for text in sections]
-    again = (title(layouts), POPULAR_HEAD[:20])
-    kept = [text for text in kept if not text.startswith(again)]
-    path.write_text(HEAD + "".join(text.rstrip("\n") + "\n" for text in (*kept, section)))
+    kept = [text for text in (f"\n## {text}" for text in sections) if not text.startswith(POPULAR_HEAD[:20])]
+    place = next((number for number, text in enumerate(kept) if text.startswith(title(layouts))), len(kept))
+    kept[place : place + 1] = [section]
+    path.write_text(HEAD + "".join(text.rstrip("\n") + "\n" for text in kept))
     body = path.read_text()[len(HEAD) :]
     path.write_text(HEAD + popular(path) + body)
 

@@ -87,6 +87,39 @@ _NO_NOISE = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hi
                "decoder_layerdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout",
                "router_jitter_noise", "input_jitter_noise")  # fmt: skip
 
+_FIRST: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16, "hidden_size": 32},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "is_decoder": True, "is_encoder_decoder": False},
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "local"],
+        "axial_pos_embds_dim": (16, 16),
+        "axial_pos_shape": (8, 8),
+        "feed_forward_size": 48,
+        "attention_head_size": 8,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
+    "roc_bert": {"is_decoder": True, "pronunciation_vocab_size": 16, "shape_vocab_size": 16},
+    "xmod": {"is_decoder": True, "languages": ("en_XX",), "default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What some classes want beside."""
+_WITHOUT = {"prophetnet": ("num_hidden_layers",), "xlnet": ("max_position_embeddings",)}
+"""What some classes refuse to be given."""
+
 
 def causal_families() -> list[str]:
     """Every ``model_type`` with a class for causal language models."""
@@ -99,8 +132,12 @@ def tiny_config(model_type: str, **options: Any) -> Any:
     """The configuration of a tiny model: two layers, 32 features, 4 heads, no dropout or noise."""
     from transformers import CONFIG_MAPPING
 
-    cls = CONFIG_MAPPING[model_type]
-    default = cls()
+    return _tiny(CONFIG_MAPPING[model_type], **options)
+
+
+def _tiny(cls: Any, **options: Any) -> Any:
+    """The tiny configuration of a class, whose parts, for text and images say, are tiny, too."""
+    model_type, default = cls.model_type, cls(**_FIRST.get(cls.model_type, {}))
     sizes = _SIZES | dict.fromkeys(_NO_NOISE, 0.0)
     known = {name: value for name, value in sizes.items() if _has(default, name)}
     if hasattr(default, "kv_lora_rank"):  # every head has a key of its own
@@ -127,9 +164,15 @@ def tiny_config(model_type: str, **options: Any) -> Any:
         kinds = list(dict.fromkeys(default.layer_types))
         known["layer_types"] = [kinds[0], kinds[-1]]
     known = {name: value for name, value in known.items() if _settable(cls, name)}
+    for name in _WITHOUT.get(model_type, ()):
+        known.pop(name, None)
     if getattr(default, "sliding_window", None) is None:
         known.pop("sliding_window", None)
-    return cls(**known | options)
+    for name in cls.sub_configs:
+        part = getattr(default, name, None)
+        if part is not None and type(part).model_type:
+            known[name] = _tiny(type(part))
+    return cls(**known | _FIRST.get(model_type, {}) | options)
 
 
 def _has(config: Any, name: str) -> bool:
