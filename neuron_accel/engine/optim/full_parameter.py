@@ -241,8 +241,7 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
         """Calls a method of the inner optimizer on full parameters. Collective like :meth:`step`."""
         copies = [p for group in self.optimizer.param_groups for p in group["params"] if self._full_of(p) is p]
         parts = [GradientPart(p.grad, ()) for p in copies if p.grad is not None]
-        if parts:  # as after a step
-            self._run.shared_inputs.add_gradients(global_norm(parts, self._run))
+        self._run.shared_inputs.add_gradients(global_norm(parts, self._run) if parts else None)  # as after a step
         self._gather()
         copy_options(self.optimizer, self.inner)
         with torch.enable_grad():

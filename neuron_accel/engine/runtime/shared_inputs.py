@@ -73,9 +73,11 @@ class SharedInputs:
         self._inputs = zlib.crc32(checksum.to_bytes(8, "little"), self._inputs)
         self._due = True
 
-    def add_gradients(self, norm: torch.Tensor) -> None:
-        """Adds the norm, 0-dim, of gradients that are equal on all ranks of a stage."""
-        self._norms.append(norm)
+    def add_gradients(self, norm: torch.Tensor | None) -> None:
+        """Adds the norm, 0-dim, of gradients that are equal on all ranks of a stage; None where a rank has none of them,
+        as of another stage, which takes part in the exchange, too."""
+        if norm is not None:
+            self._norms.append(norm)
         self._due = True
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

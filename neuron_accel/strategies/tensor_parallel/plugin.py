@@ -112,8 +112,8 @@ class TensorParallelPlugin(TensorParallelOptions):
         of_shards = getattr(optimizer, "gradient_parts", None)
         parts = gradient_parts(copies, run) if of_shards is None else of_shards(copies)
         unsharded = [GradientPart(part.tensor, ()) for part in parts if part.tensor is not None]
-        if unsharded:
-            run.shared_inputs.add_gradients(global_norm(unsharded, run))  # over no axis: nothing is sent
+        # Over no axis: nothing is sent.
+        run.shared_inputs.add_gradients(global_norm(unsharded, run) if unsharded else None)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Shows what the sharded modules communicate."""

@@ -107,6 +107,23 @@ def test_changing_each_element_is_not(plugins, ranks):
     run_ranks(_clipped_by, ranks, "values", plugins, torch.optim.AdamW)
 
 
+def _one_batch() -> None:
+    """An epoch of one batch, of which the first stage trains nothing that all of its ranks hold in full."""
+    accelerator = NeuronAccelerator(config={"plugins": [{"model_parallelism": {"tensor_parallel_size": 2}}, PP]})
+    model = _model(kv_heads=2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" not in name or "norm" not in name)
+    loader = loader_of(token_batches(1), accelerator.data_parallel_size)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+
+
+def test_a_stage_without_gradients_to_compare_ends_its_epoch_with_the_others():
+    run_ranks(_one_batch, 4, timeout=30)
+
+
 def _clipped_before_own_methods() -> None:
     """SAM by its methods, which the loop calls in place of a step."""
     accelerator = NeuronAccelerator(config={"plugins": [{"model_parallelism": {"tensor_parallel_size": 2}}]})
