@@ -662,9 +662,10 @@ def _arrival(reference: weakref.ref[BackwardWatcher], number: int) -> Callable[[
     """A hook of a parameter, by its number. It keeps neither the watcher nor a record, which have the parameter:
     Python's garbage collector does not see these hooks, and would never free them."""
 
-    def arrived(_: torch.Tensor) -> None:
+    def arrived(parameter: torch.Tensor) -> None:
         watcher = reference()
-        if watcher is not None:
+        # Autograd also calls it for a node that has returned None; the gradient may follow in another backward call.
+        if watcher is not None and parameter.grad is not None:
             watcher._arrived(number)
 
     return arrived

@@ -51,6 +51,7 @@ COMPOSITIONS = {
     "dp2-zero1": (4, [pipeline(2, 4), "zero1"]),
     "dp2-zero1-zero-bubble": (4, [pipeline(2, 4, schedule="zero-bubble"), "zero1"]),
     "dp2-zero1-interleaved": (4, [pipeline(2, 4, schedule="interleaved", virtual_stages=2), "zero1"]),
+    "tp2-dp2-sp-zero-bubble-of-one": (8, [pipeline(2, 1, schedule="zero-bubble", **TP), "sequence_parallel"]),
     "tp2-dp2-sp-zero1": (8, [pipeline(2, 4, **TP), "sequence_parallel", "zero1"]),
 }
 OFTEN = {
@@ -64,6 +65,7 @@ OFTEN = {
     ("mixtral", "dp2-zero1"),
     ("gpt2-tied", "dp2-zero1-interleaved"),
     ("llama", "dp2-zero1-zero-bubble"),
+    ("llama", "tp2-dp2-sp-zero-bubble-of-one"),
     ("gpt2-tied", "tp2-dp2-sp-zero1"),
     ("llama", "tp2-dp2-sp-zero1"),
 }
