@@ -74,8 +74,8 @@ class SharedInputs:
         self._due = True
 
     def add_gradients(self, norm: torch.Tensor | None) -> None:
-        """Adds the norm, 0-dim, of gradients that are equal on all ranks of a stage; None on ranks that have none, which
-        take part in the exchange, too."""
+        """Adds the norm, 0-dim, of gradients that are equal on all ranks of a stage; None on ranks that have none, but
+        take part in the exchange."""
         if norm is not None:
             self._norms.append(norm)
         self._due = True
