@@ -256,7 +256,7 @@ def cuda(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def families(session: nox.Session) -> None:
-    """Every causal family of transformers, tiny, sharded and in one process; writes docs/supported_models.md."""
+    """Every family of transformers, tiny, sharded and in one process; writes docs/supported_models.md."""
     install(session, NATIVE_TORCH, ".[test]")
     sweep = ["python", "-m", "tests.sweeps.families"]
     if session.posargs:
@@ -264,6 +264,8 @@ def families(session: nox.Session) -> None:
         return
     for layouts in (["tp2", "tp2+sp"], ["pp2"], ["tp2 x dp2 + zero1", "tp4, 2 key/value heads"]):
         session.run(*sweep, "--write", "docs/supported_models.md", "--layouts", *layouts)
+    for kind in ("images", "sequences to sequences", "speech to text", "speech, aligned"):
+        session.run(*sweep, "--write", "docs/supported_models.md", "--kind", kind)
     # Columns of the first table alone: families that tests/sweeps/families.py names.
     session.run(*sweep, "--write", "docs/supported_models.md", "--popular", "--layouts", "planned")
     session.run(*sweep, "--write", "docs/supported_models.md", "--popular", "--layouts", "experts over 2 ranks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.sweeps.families import POPULAR_HEAD, earlier, popular, table, write
+from tests.sweeps.families import POPULAR_HEAD, REPLICAS, earlier, popular, table, write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported_models.md"
 
@@ -38,3 +38,14 @@ def test_a_few_families_replace_their_rows_only(tmp_path):
     write(page, table(earlier(page, layouts) | {"olmoe": {"pp2": "ok"}}, layouts), layouts)
     assert earlier(page, layouts) == {"gpt2": {"pp2": "ok"}, "olmoe": {"pp2": "ok"}}
     assert page.read_text().count("## Popular families") == 1
+
+
+def test_the_page_has_a_table_for_each_kind():
+    found = {
+        "images": "vit",
+        "sequences to sequences": "t5",
+        "speech to text": "whisper",
+        "speech, aligned": "wav2vec2",
+    }
+    for kind, family in found.items():
+        assert set(earlier(PAGE, [*REPLICAS], kind)[family].values()) == {"ok"}, kind

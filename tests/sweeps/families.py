@@ -1,7 +1,7 @@
-"""Every causal family of transformers, tiny, sharded over ranks against one process, and the graphs of its step on XLA;
-writes the tables of families.
+"""Every family of transformers of a kind, causal text by default, tiny, sharded over ranks against one process, and the
+graphs of its step on XLA; writes the tables of families.
 
-python -m tests.sweeps.families [--write docs/supported_models.md] [--layouts tp2 tp2+sp] [family ...]
+python -m tests.sweeps.families [--kind images] [--write docs/supported_models.md] [--layouts tp2 tp2+sp] [family ...]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from neuron_accel.models import Architecture
 from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Tolerance, Trace, Training, compare, train_alone, train_on_rank
-from tests.sweeps.tiny import VOCABULARY, causal_families, tiny_config, tiny_model
+from tests.sweeps.tiny import KINDS, tiny_config, tiny_model
 
 STEPS = 3
 PP2 = {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
@@ -34,6 +34,12 @@ LAYOUTS = {
     "pp2 x dp2 + fully_sharded, stage 2": (4, [PP2, "fully_sharded"]),
     "pp2 x dp2 + fully_sharded, stage 3": (4, [PP2, {"fully_sharded": {"reshard_after_forward": True}}]),
 }
+REPLICAS = {
+    "data parallelism": (2, []),
+    "ZeRO-1": (2, ["zero1"]),
+    "fully sharded": (2, ["fully_sharded"]),
+}
+"""Layouts of other kinds than text, for which few models have a plan of tensor parallelism."""
 EXPERTS = {"experts over 2 ranks": (2, [{"expert_parallel": {"expert_parallel_size": 2}}])}
 """Layouts of mixtures alone, in the packages' names."""
 PLANNED = "planned"
@@ -45,27 +51,33 @@ ROUNDING = 1e-6
 """Gradients of this size are noise: losses are about 5."""
 TOO_LARGE = 10_000_000
 """Parameters of a model that did not become tiny."""
-NOT_TRIED = ("not built tiny: ", "does not train tiny in one process: ")
+NOT_TRIED = (
+    "not built tiny: ",
+    "does not train tiny in one process: ",
+    "has batch normalization, whose statistics are those of the samples of a rank",
+)
 """What a reason begins with if no layout was tried: it says nothing about support."""
 
 
-def batches() -> list[dict[str, torch.Tensor]]:
-    """Three batches of four sequences of eleven tokens, which no degree divides."""
+def batches(model: torch.nn.Module, kind: str = "text") -> list[dict[str, torch.Tensor]]:
+    """Three batches of four samples."""
     generator = torch.Generator().manual_seed(7)
-    drawn = [torch.randint(3, VOCABULARY, (4, 11), generator=generator) for _ in range(STEPS)]
-    return [{"input_ids": ids, "labels": ids.clone()} for ids in drawn]
+    return [KINDS[kind].batch(model, generator) for _ in range(STEPS)]
 
 
-def check(model_type: str, layouts: list[str]) -> dict[str, str]:
+def check(model_type: str, layouts: list[str], kind: str = "text") -> dict[str, str]:
     """``"ok"`` or the reason, by layout."""
     try:
         with torch.device("meta"):
-            model = tiny_model(model_type)
+            model = tiny_model(model_type, kind)
+        drawn = batches(model, kind)
     except Exception as error:
         return dict.fromkeys(layouts, NOT_TRIED[0] + _last_line(error))
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > TOO_LARGE:
         return dict.fromkeys(layouts, f"{NOT_TRIED[0]}{size:,} parameters")
+    if kind != "text" and any("BatchNorm" in type(module).__name__ for module in model.modules()):
+        return dict.fromkeys(layouts, NOT_TRIED[2])
     if all(layout.startswith("tp") for layout in layouts):
         try:
             plan_shards(Architecture.of(model), 2)
@@ -73,20 +85,20 @@ def check(model_type: str, layouts: list[str]) -> dict[str, str]:
             return dict.fromkeys(layouts, _last_line(error))
     if layouts == [PLANNED]:
         return {PLANNED: _planned(model_type)}
-    build = functools.partial(_build, model_type)
+    build = functools.partial(_build, model_type, kind)
     try:
-        reference = run_ranks(train_alone, 1, build, batches(), Training(), timeout=60)[0]
+        reference = run_ranks(train_alone, 1, build, drawn, Training(), timeout=60)[0]
     except Exception as error:
         return dict.fromkeys(layouts, NOT_TRIED[1] + _last_line(error))
     return {
-        layout: _findings(model_type, layout) if layout in GRAPHS else _compare(build, layout, reference)
+        layout: _findings(model_type, layout, drawn) if layout in GRAPHS else _compare(build, layout, drawn, reference)
         for layout in layouts
     }
 
 
-def _build(model_type: str) -> torch.nn.Module:
+def _build(model_type: str, kind: str = "text") -> torch.nn.Module:
     """A tiny model, which draws the same random numbers in every step: some route tokens to experts at random."""
-    model = tiny_model(model_type)
+    model = tiny_model(model_type, kind)
     model.register_forward_pre_hook(_seed)
     return model
 
@@ -95,10 +107,10 @@ def _seed(model: torch.nn.Module, args: tuple[Any, ...]) -> None:
     torch.manual_seed(0)
 
 
-def _compare(build: Any, layout: str, reference: Any) -> str:
-    ranks, plugins = (LAYOUTS | EXPERTS)[layout]
+def _compare(build: Any, layout: str, drawn: list[dict[str, torch.Tensor]], reference: Any) -> str:
+    ranks, plugins = (LAYOUTS | EXPERTS | REPLICAS)[layout]
     try:
-        trace = run_ranks(train_on_rank, ranks, build, batches(), {"plugins": plugins}, Training(), timeout=120)[0]
+        trace = run_ranks(train_on_rank, ranks, build, drawn, {"plugins": plugins}, Training(), timeout=120)[0]
         compare(_without_zeros(reference, reference), _without_zeros(trace, reference), TOLERANCE)
     except AssertionError as error:
         return " ".join(str(error).split()[:24])
@@ -129,7 +141,7 @@ def _build_static(model_type: str) -> torch.nn.Module:
     return model
 
 
-def _findings(model_type: str, layout: str) -> str:
+def _findings(model_type: str, layout: str, drawn: list[dict[str, torch.Tensor]]) -> str:
     """What a check of the graphs of three steps finds. Reading the loss after each step is the sweep's own doing."""
     from neuron_accel_emulation import check_graphs
 
@@ -141,7 +153,7 @@ def _findings(model_type: str, layout: str) -> str:
             train_on_rank,
             ranks,
             build,
-            batches(),
+            drawn,
             configuration,
             Training(),
             gradients=False,
@@ -176,22 +188,22 @@ def _last_line(error: Exception) -> str:
 HEAD = f"""\
 # Supported models
 
-Causal language models of transformers, each built tiny from its configuration class and trained for {STEPS} steps in
-one process and sharded: losses, gradients and weights must agree to rounding. For graphs, three steps run on XLA ranks,
-and what they execute is checked as by `neuron-accel precompile --check`. A family is "not tried" if no tiny model of it
-could be built, or trained in one process, for the reason that is given: it may be supported. Written by
-`nox -s families families_graphs`.
+Models of transformers, each built tiny from its configuration class and trained for {STEPS} steps in one process and
+sharded: losses, gradients and weights must agree to rounding. Causal language models come first, then those for images,
+speech, and sequences to sequences. For graphs, three steps run on XLA ranks, and what they execute is checked as by
+`neuron-accel precompile --check`. A family is "not tried" if no tiny model of it could be built, or trained in one
+process, for the reason that is given: it may be supported. Written by `nox -s families families_graphs`.
 """
 
 
-def title(layouts: list[str]) -> str:
-    return f"\n## {' | '.join(layouts)}\n"
+def title(layouts: list[str], kind: str = "text") -> str:
+    return f"\n## {'' if kind == 'text' else f'{kind.capitalize()}: '}{' | '.join(layouts)}\n"
 
 
-def earlier(path: Path, layouts: list[str]) -> dict[str, dict[str, str]]:
+def earlier(path: Path, layouts: list[str], kind: str = "text") -> dict[str, dict[str, str]]:
     """The results that the document has of these layouts, by family; of several that failed all have the reason."""
     sections = path.read_text().split("\n## ") if path.exists() else []
-    text = next((text for text in sections if text.startswith(title(layouts).strip("\n# ") + "\n")), "")
+    text = next((text for text in sections if text.startswith(title(layouts, kind).strip("\n# ") + "\n")), "")
     found = {}
     for line in text.splitlines()[6:]:
         family, *marks, reason = (cell.strip() for cell in line.strip("|").split("|"))
@@ -199,7 +211,7 @@ def earlier(path: Path, layouts: list[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def table(results: dict[str, dict[str, str]], layouts: list[str]) -> str:
+def table(results: dict[str, dict[str, str]], layouts: list[str], kind: str = "text") -> str:
     """The results as a section of the document."""
     tried = [result for result in results.values() if not all(value.startswith(NOT_TRIED) for value in result.values())]
     good = [result for result in tried if all(value == "ok" for value in result.values())]
@@ -209,7 +221,7 @@ def table(results: dict[str, dict[str, str]], layouts: list[str]) -> str:
         count += f" every layout, {len(some)} at least one"
     count += f"; {len(results) - len(tried)} were not tried"
     lines = [
-        title(layouts),
+        title(layouts, kind),
         f"{count}.",
         "",
         "| family | " + " | ".join(layouts) + " | reason |",
@@ -226,11 +238,11 @@ def _mark(value: str) -> str:
     return "yes" if value == "ok" else "not tried" if value.startswith(NOT_TRIED) else "no"
 
 
-def write(path: Path, section: str, layouts: list[str]) -> None:
+def write(path: Path, section: str, layouts: list[str], kind: str = "text") -> None:
     """Puts a section in the place of an earlier one of the same layouts, or at the end."""
     sections = path.read_text().split("\n## ")[1:] if path.exists() else []
     kept = [text for text in (f"\n## {text}" for text in sections) if not text.startswith(POPULAR_HEAD[:20])]
-    place = next((number for number, text in enumerate(kept) if text.startswith(title(layouts))), len(kept))
+    place = next((number for number, text in enumerate(kept) if text.startswith(title(layouts, kind))), len(kept))
     kept[place : place + 1] = [section]
     path.write_text(HEAD + "".join(text.rstrip("\n") + "\n" for text in kept))
     body = path.read_text()[len(HEAD) :]
@@ -303,26 +315,29 @@ def main() -> int:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", type=Path)
     parser.add_argument(
-        "--layouts", nargs="+", choices=[*LAYOUTS, *EXPERTS, PLANNED, *GRAPHS], default=["tp2", "tp2+sp"]
+        "--layouts", nargs="+", choices=[*LAYOUTS, *EXPERTS, PLANNED, *GRAPHS, *REPLICAS], help="default: tp2 tp2+sp"
     )
+    parser.add_argument("--kind", choices=KINDS, default="text", help="default: causal text")
     parser.add_argument("--popular", action="store_true", help="the popular families, or the mixtures among them")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
+    kind = options.kind
+    options.layouts = options.layouts or (["tp2", "tp2+sp"] if kind == "text" else [*REPLICAS])
     torch.set_num_threads(1)
     tiny_model("llama")  # imports that threads must not make at once
     if options.popular:
         options.families = [name for name in POPULAR.values() if options.layouts != list(EXPERTS) or name in MIXTURES]
-    families = options.families or causal_families()
+    families = options.families or KINDS[kind].families()
     results = {}
     jobs = 1 if options.layouts == [PLANNED] else options.jobs  # Accelerate has one state in a process
     with ThreadPoolExecutor(jobs) as pool:
-        for family, result in zip(families, pool.map(lambda f: check(f, options.layouts), families), strict=True):
+        for family, result in zip(families, pool.map(lambda f: check(f, options.layouts, kind), families), strict=True):
             results[family] = result
             print(family, result, flush=True)
     if options.write:
         if options.families:  # the others stay
-            results = dict(sorted((earlier(options.write, options.layouts) | results).items()))
-        write(options.write, table(results, options.layouts), options.layouts)
+            results = dict(sorted((earlier(options.write, options.layouts, kind) | results).items()))
+        write(options.write, table(results, options.layouts, kind), options.layouts, kind)
     return 0
 
 

@@ -1,7 +1,9 @@
-"""A tiny model of every causal family of transformers, from nothing but its configuration class."""
+"""A tiny model of every family of transformers, from nothing but its configuration class."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,13 +84,52 @@ _SIZES: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_OTHER_SIZES: dict[str, Any] = {
+    # images
+    "image_size": 32,
+    "patch_size": 8,
+    "window_size": 2,
+    "num_labels": 3,
+    "embed_dim": 16,
+    "depths": 1,
+    "hidden_sizes": 32,
+    "embedding_size": 32,
+    "encoder_hidden_size": 32,
+    # speech
+    "num_mel_bins": 8,
+    "max_source_positions": 10,
+    "max_target_positions": 16,
+    "input_feat_per_channel": 8,
+    "conv_channels": 16,
+    "conv_dim": (8, 8, 8),
+    "conv_stride": (5, 4, 4),
+    "conv_kernel": (5, 4, 4),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "ctc_loss_reduction": "mean",
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "decoder_start_token_id": 1,
+    # encoders and decoders
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_decoder_layers": 2,
+    "num_encoder_layers": 2,
+    "num_heads": 4,
+}
 _NO_NOISE = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout",
                "residual_dropout", "embedding_dropout", "activation_dropout", "layerdrop", "resid_dropout",
                "decoder_layerdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout",
-               "router_jitter_noise", "input_jitter_noise")  # fmt: skip
+               "router_jitter_noise", "input_jitter_noise", "drop_path_rate", "dropout_rate", "drop_rate",
+               "dropout_prob", "attention_dropout_rate", "classifier_dropout_prob", "mask_time_prob",
+               "mask_feature_prob", "feat_proj_dropout", "final_dropout", "encoder_layerdrop",
+               "positional_dropout", "conformer_conv_dropout", "speech_encoder_prenet_dropout",
+               "speech_decoder_prenet_dropout")  # fmt: skip
 
 _FIRST: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16, "hidden_size": 32},
+    "donut-swin": {"image_size": 64, "patch_size": 4},
+    "swin": {"image_size": 64, "patch_size": 4},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
@@ -121,25 +162,88 @@ _WITHOUT = {"prophetnet": ("num_hidden_layers",), "xlnet": ("max_position_embedd
 """What some classes refuse to be given."""
 
 
-def causal_families() -> list[str]:
-    """Every ``model_type`` with a class for causal language models."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+@dataclass(frozen=True)
+class Kind:
+    """What models of a kind are for.
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    Args:
+        mapping: name of transformers' mapping of ``model_type`` to classes.
+        auto: name of its class that makes a model from a configuration.
+        batch: makes a batch of four samples for a model, drawn from a generator.
+    """
+
+    mapping: str
+    auto: str
+    batch: Callable[[Any, torch.Generator], dict[str, torch.Tensor]]
+
+    def families(self) -> list[str]:
+        """Every ``model_type`` with a class of this kind."""
+        return sorted(self.classes())
+
+    def classes(self) -> dict[str, Any]:
+        """Names of the classes, by ``model_type``."""
+        from transformers.models.auto import modeling_auto
+
+        return dict(getattr(modeling_auto, self.mapping))
 
 
-def tiny_config(model_type: str, **options: Any) -> Any:
+def _tokens(generator: torch.Generator, length: int = 11) -> torch.Tensor:
+    """Four sequences; no degree divides the default length."""
+    return torch.randint(3, VOCABULARY, (4, length), generator=generator)
+
+
+def _text(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    ids = _tokens(generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _images(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    size, channels = getattr(model.config, "image_size", 32), getattr(model.config, "num_channels", 3)
+    height, width = (size, size) if isinstance(size, int) else size
+    labels = torch.randint(3, (4,), generator=generator)
+    return {"pixel_values": torch.randn(4, channels, height, width, generator=generator), "labels": labels}
+
+
+def _sequences(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"input_ids": _tokens(generator), "labels": _tokens(generator)}
+
+
+def _speech(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Waves, or spectra: time last, as Whisper has them, or first."""
+    config, shape = model.config, (1600,)
+    if model.main_input_name == "input_features":
+        bins = getattr(config, "num_mel_bins", 8)
+        shape = (bins, 20)
+        for name in ("input_feat_per_channel", "feature_projection_input_dim"):
+            shape = (20, getattr(config, name)) if hasattr(config, name) else shape
+    drawn = torch.randn(4, *shape, generator=generator)
+    return {model.main_input_name: drawn, "labels": _tokens(generator, 5)}
+
+
+KINDS = {
+    "text": Kind("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM", _text),
+    "images": Kind("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification", _images),
+    "sequences to sequences": Kind("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM", _sequences),
+    "speech to text": Kind("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "AutoModelForSpeechSeq2Seq", _speech),
+    "speech, aligned": Kind("MODEL_FOR_CTC_MAPPING_NAMES", "AutoModelForCTC", _speech),
+}
+
+
+def tiny_config(model_type: str, kind: str = "text", **options: Any) -> Any:
     """The configuration of a tiny model: two layers, 32 features, 4 heads, no dropout or noise."""
     from transformers import CONFIG_MAPPING
 
-    return _tiny(CONFIG_MAPPING[model_type], **options)
+    return _tiny(CONFIG_MAPPING[model_type], kind, **options)
 
 
-def _tiny(cls: Any, **options: Any) -> Any:
+def _tiny(cls: Any, kind: str, **options: Any) -> Any:
     """The tiny configuration of a class, whose parts, for text and images say, are tiny, too."""
     model_type, default = cls.model_type, cls(**_FIRST.get(cls.model_type, {}))
     sizes = _SIZES | dict.fromkeys(_NO_NOISE, 0.0)
     known = {name: value for name, value in sizes.items() if _has(default, name)}
+    if kind != "text":
+        others = sizes | _OTHER_SIZES | dict.fromkeys(_NO_NOISE, 0)
+        known = {name: _alike(value, default, name) for name, value in others.items() if _has(default, name)}
     if hasattr(default, "kv_lora_rank"):  # every head has a key of its own
         known["num_key_value_heads"] = known["num_attention_heads"]
     if model_type == "codegen":  # lays heads out in four groups, each of which is sharded
@@ -171,8 +275,26 @@ def _tiny(cls: Any, **options: Any) -> Any:
     for name in cls.sub_configs:
         part = getattr(default, name, None)
         if part is not None and type(part).model_type:
-            known[name] = _tiny(type(part))
-    return cls(**known | _FIRST.get(model_type, {}) | options)
+            known[name] = _tiny(type(part), kind)
+    config = cls(**known | _FIRST.get(model_type, {}) | options)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 1
+    return config
+
+
+def _alike(value: Any, config: Any, name: str) -> Any:
+    """A size, or as many of it as a configuration has: one for each stage of a model."""
+    try:
+        given = getattr(config, name)
+    except Exception:  # see _has
+        return value
+    if isinstance(given, list | tuple) and isinstance(value, int):
+        return type(given)(_alike_one(value, each) for each in given)
+    return _alike_one(value, given)
+
+
+def _alike_one(value: Any, given: Any) -> Any:
+    return float(value) if isinstance(given, float) and isinstance(value, int) else value
 
 
 def _has(config: Any, name: str) -> bool:
@@ -189,13 +311,17 @@ def _settable(cls: type, name: str) -> bool:
     return not isinstance(attribute, property) or attribute.fset is not None
 
 
-def tiny_model(model_type: str, **options: Any) -> nn.Module:
+def tiny_model(model_type: str, kind: str = "text", **options: Any) -> nn.Module:
     """A model of a family, every parameter of which is away from values under which a mistake would not show."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto, config = getattr(transformers, KINDS[kind].auto), tiny_config(model_type, kind, **options)
+    named = KINDS[kind].classes().get(model_type)
+    if isinstance(named, tuple):  # of several classes, that of the model's name is taken
+        config.architectures = [named[0]]
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same weights whatever ran before in this process
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **options))
+        model = auto.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
