@@ -60,7 +60,8 @@ def parts_of_others(run: Run, axes: Iterable[str] = ()) -> list[GradientPart]:
 
 
 def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0) -> torch.Tensor:
-    """Returns the ``norm_type``-norm over all parts of all ranks; 0-dim, float32, equal on every rank.
+    """Returns the ``norm_type``-norm over all parts of all ranks; 0-dim, equal on every rank, float32, or float64 if a
+    prepared model has such parameters.
 
     Collective: every rank must pass the same gradients, with an empty part for those of which it holds no elements, so
     that all ranks take part in the same reductions.
@@ -71,9 +72,11 @@ def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0)
         if part.tensor is not None:
             tensors.append(part.tensor)
     infinite = norm_type == float("inf")
-    totals = []
+    # Known on ranks that hold no elements, too.
+    wide = any(record.layout.dtype == "float64" for model in run.models for record in model.parameters)
+    totals, dtype = [], torch.float64 if wide else torch.float32
     for axes in sorted(by_axes):
-        total = _local(by_axes[axes], run, norm_type)
+        total = _local(by_axes[axes], run, norm_type, dtype)
         group = run.group(*axes)
         if group.size > 1:
             total = run.backend.all_reduce(total, group, "max" if infinite else "sum")
@@ -84,25 +87,26 @@ def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0)
     return stacked.max() if infinite else stacked.sum() ** (1.0 / norm_type)
 
 
-def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: float) -> torch.Tensor:
+def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
     """Returns the sum of p-th powers of this rank's elements, divided by the number of replicas; for the infinity norm,
     their maximum."""
     if norm_type == float("inf"):
         norms = [torch.linalg.vector_norm(t, norm_type) for tensors in by_replicas.values() for t in tensors]
-        return torch.stack([n.float() for n in norms]).max() if norms else torch.zeros((), device=run.device)
-    total = torch.zeros((), dtype=torch.float32, device=run.device)
+        zero = torch.zeros((), dtype=dtype, device=run.device)
+        return torch.stack([n.to(dtype) for n in norms]).max() if norms else zero
+    total = torch.zeros((), dtype=dtype, device=run.device)
     for replicas, tensors in by_replicas.items():
         if tensors and norm_type == 2 and run.backend.is_lazy:  # fewer operations to compile
-            total = total + torch.stack([(t * t).sum() for t in map(_real, tensors)]).sum() / replicas
+            total = total + torch.stack([(t * t).sum() for t in (_real(t, dtype) for t in tensors)]).sum() / replicas
         elif tensors:
-            each = torch.stack(torch._foreach_norm([_real(t) for t in tensors], norm_type))
+            each = torch.stack(torch._foreach_norm([_real(t, dtype) for t in tensors], norm_type))
             total = total + (each**norm_type).sum() / replicas
     return total
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns real numbers of the same norm, in float32."""
-    return (tensor.abs() if tensor.is_complex() else tensor).float()
+def _real(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns real numbers of the same norm."""
+    return (tensor.abs() if tensor.is_complex() else tensor).to(dtype)
 
 
 def clip_by_norm(parts: Iterable[GradientPart], max_norm: float, norm_type: float, run: Run) -> torch.Tensor:
@@ -115,8 +119,8 @@ def clip_by_norm(parts: Iterable[GradientPart], max_norm: float, norm_type: floa
         run: the run.
 
     Returns:
-        The norm before clipping, with every element of the original parameters counted once; 0-dim, float32, equal on
-        every rank.
+        The norm before clipping, with every element of the original parameters counted once, see
+        :func:`global_norm`.
     """
     parts = list(parts)
     norm = global_norm(parts, run, norm_type)

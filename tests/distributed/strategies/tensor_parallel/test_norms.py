@@ -69,6 +69,26 @@ def test_norms_and_clipping_like_one_process(case: str) -> None:
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
+def _of_float64(plugins: list[Any]) -> list[torch.Tensor]:
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    model = _model(kv_heads=4).double()
+    loader = loader_of(token_batches(1), accelerator.data_parallel_size)
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+    return [accelerator.clip_grad_norm_(model.parameters(), math.inf, p) for p in P_NORMS]
+
+
+@pytest.mark.parametrize("plugins", [[], ["zero1"], ["fully_sharded"]], ids=["dp2", "zero1", "fully-sharded"])
+def test_norms_of_float64_are_not_rounded_to_float32(plugins: list[Any]) -> None:
+    model, (batch,) = _model(kv_heads=4).double(), token_batches(1)
+    model(**batch).loss.backward()
+    norms = [float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf, p)) for p in P_NORMS]
+    for found in run_ranks(_of_float64, 2, plugins):
+        assert [float(norm) for norm in found] == pytest.approx(norms, rel=1e-11)
+        assert {norm.dtype for norm in found} == {torch.float64}
+
+
 def _clipped_by(way: str, plugins: list[Any], optimizer: Any) -> None:
     """Two steps, with a norm of what each rank holds."""
     accelerator = NeuronAccelerator(config={"plugins": [{"model_parallelism": {"tensor_parallel_size": 2}}, *plugins]})
