@@ -82,7 +82,7 @@ def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0)
             total = run.backend.all_reduce(total, group, "max" if infinite else "sum")
         totals.append(total)
     if not totals:
-        return torch.zeros((), device=run.device)
+        return torch.zeros((), dtype=dtype, device=run.device)
     stacked = torch.stack(totals)
     return stacked.max() if infinite else stacked.sum() ** (1.0 / norm_type)
 
