@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.sweeps.families import POPULAR_HEAD, REPLICAS, earlier, popular, table, write
+import pytest
+import torch
+
+from tests.sweeps.families import POPULAR_HEAD, REPLICAS, TOO_LARGE, earlier, popular, table, write
+from tests.sweeps.tiny import KINDS, tiny_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported_models.md"
 
@@ -40,12 +44,23 @@ def test_a_few_families_replace_their_rows_only(tmp_path):
     assert page.read_text().count("## Popular families") == 1
 
 
+OF_KINDS = {"images": "vit", "sequences to sequences": "t5", "speech to text": "whisper", "speech, aligned": "wav2vec2"}
+
+
 def test_the_page_has_a_table_for_each_kind():
-    found = {
-        "images": "vit",
-        "sequences to sequences": "t5",
-        "speech to text": "whisper",
-        "speech, aligned": "wav2vec2",
-    }
-    for kind, family in found.items():
+    assert OF_KINDS.keys() | {"text"} == KINDS.keys()
+    for kind, family in OF_KINDS.items():
         assert set(earlier(PAGE, [*REPLICAS], kind)[family].values()) == {"ok"}, kind
+
+
+@pytest.mark.parametrize(("kind", "family"), OF_KINDS.items())
+def test_every_parameter_of_a_tiny_model_trains(kind, family):
+    model = tiny_model(family, kind).train()
+    model(**KINDS[kind].batch(model, torch.Generator().manual_seed(1))).loss.backward()
+    assert sum(p.numel() for p in model.parameters()) < TOO_LARGE
+    idle = [name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert all("masked_spec_embed" in name for name in idle), idle  # of masks, which are noise
+
+
+def test_the_command_makes_the_table_of_every_kind():
+    assert all(f'"{kind}"' in (PAGE.parents[1] / "noxfile.py").read_text() for kind in OF_KINDS)

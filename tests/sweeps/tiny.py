@@ -126,7 +126,7 @@ _NO_NOISE = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hi
                "positional_dropout", "conformer_conv_dropout", "speech_encoder_prenet_dropout",
                "speech_decoder_prenet_dropout")  # fmt: skip
 
-_FIRST: dict[str, dict[str, Any]] = {
+_OF_CLASS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16, "hidden_size": 32},
     "donut-swin": {"image_size": 64, "patch_size": 4},
     "swin": {"image_size": 64, "patch_size": 4},
@@ -238,7 +238,7 @@ def tiny_config(model_type: str, kind: str = "text", **options: Any) -> Any:
 
 def _tiny(cls: Any, kind: str, **options: Any) -> Any:
     """The tiny configuration of a class, whose parts, for text and images say, are tiny, too."""
-    model_type, default = cls.model_type, cls(**_FIRST.get(cls.model_type, {}))
+    model_type, default = cls.model_type, cls(**_OF_CLASS.get(cls.model_type, {}))
     sizes = _SIZES | dict.fromkeys(_NO_NOISE, 0.0)
     known = {name: value for name, value in sizes.items() if _has(default, name)}
     if kind != "text":
@@ -276,7 +276,7 @@ def _tiny(cls: Any, kind: str, **options: Any) -> Any:
         part = getattr(default, name, None)
         if part is not None and type(part).model_type:
             known[name] = _tiny(type(part), kind)
-    config = cls(**known | _FIRST.get(model_type, {}) | options)
+    config = cls(**known | _OF_CLASS.get(model_type, {}) | options)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
     return config
