@@ -19,7 +19,7 @@ import torch
 from neuron_accel.contract import StrategyPlugin
 from neuron_accel.errors import NeuronAccelError, UsageError
 from neuron_accel_plan.candidates import Layout
-from neuron_accel_plan.layout import LayoutCount, Planner, no_collection_of_what_is_there
+from neuron_accel_plan.layout import LayoutCount, Planner, forget_what_is_there, no_collection_of_what_is_there
 from neuron_accel_plan.step import StepCount
 from neuron_accel_plan.time import StepTime
 
@@ -177,6 +177,7 @@ def _serve(connection: Connection, arguments: Mapping[str, Any], calibration: An
 
 def answer(planner: Planner, calibration: Any, task: Task) -> Answer:
     """Runs a sample, or counts a layout and predicts its time."""
+    forget_what_is_there()
     try:
         if isinstance(task, Sample):
             return planner.shallow(task.family, task.rows)

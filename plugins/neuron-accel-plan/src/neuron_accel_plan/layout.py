@@ -550,13 +550,19 @@ def _divisors_near(wanted: int, number: int) -> list[str]:
 
 @contextmanager
 def no_collection_of_what_is_there() -> Iterator[None]:
-    """A context in which garbage collection examines new objects only."""
-    gc.collect()
-    gc.freeze()
+    """A context in which garbage collection examines new objects only: those since it was entered, or since
+    :func:`forget_what_is_there`."""
+    forget_what_is_there()
     try:
         yield
     finally:
         gc.unfreeze()
+
+
+def forget_what_is_there() -> None:
+    """Makes garbage collection examine only objects that are created from now on."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
