@@ -4,6 +4,8 @@ memory a rank needs, and what the predicted time of a step is not below."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,10 +25,11 @@ from neuron_accel_plan.time import (
     WAITING,
     collective_seconds,
     constants_of,
+    kernel_seconds,
     multiplying_seconds,
     spent_seconds,
 )
-from neuron_accel_plan.trace import Message
+from neuron_accel_plan.trace import ELEMENTWISE, Kernel, Message
 
 if TYPE_CHECKING:
     from neuron_accel_plan.calibration import Machine
@@ -101,16 +104,20 @@ class _Times:
         self.backward = line(["backward"])
         self.products = line(PASSES, lambda part: part == PRODUCTS)
         self.rest = line(phases - {*PASSES})
-        self._others = line(PASSES, lambda part: part != PRODUCTS and not part.startswith(WAITING))
+        self.others = line(PASSES, lambda part: part != PRODUCTS and not part.startswith(WAITING))
         self.operations = _Line.through(depths, *(count.operations for count in counts))
         self.weights = _Line.through(depths, *(count.weights for count in counts))
+        self._more: dict[float, tuple[_Line, _Line]] = {}
 
     def of_more(self, times: float) -> tuple[_Line, _Line]:
         """What the passes, and their products, of a micro-batch that is so much larger are not below."""
-        products = _Line.through(
-            self._depths, *(multiplying_seconds(count, self._machine, times) for count in self._counts)
-        )
-        return _Line(products.base + self._others.base, products.block + self._others.block), products
+        if times not in self._more:
+            products = _Line.through(
+                self._depths, *(multiplying_seconds(count, self._machine, times) for count in self._counts)
+            )
+            passes = _Line(products.base + self.others.base, products.block + self.others.block)
+            self._more[times] = passes, products
+        return self._more[times]
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,8 @@ class Bounds:
         self._sizes: dict[tuple[str, int], StepCount] = {}
         self._stages: dict[str, Stages | str | None] = {}
         self._facts: dict[int, _Facts] = {}  # by the identity of the plugins, which they keep alive
+        self._predicted: dict[str, float] = {}  # seconds of layouts that were counted and fit
+        self._too_large: dict[str, list[tuple[Layout, str]]] = {}  # by the plugins that shard nothing over replicas
 
     def knows(self, sample: Sample) -> bool:
         """Whether a sample was run."""
@@ -165,6 +174,45 @@ class Bounds:
         """Keeps what was found of a sample."""
         assert not isinstance(answer, Ranked)
         self._samples[repr(sample)] = answer.reason if isinstance(answer, Failed) else answer
+
+    def learn_layout(self, layout: Layout, answer: Answer) -> None:
+        """Keeps what was found of a layout that was counted, or why it is not possible."""
+        if isinstance(answer, Ranked):
+            self._predicted[repr(layout)] = answer.time.seconds
+        elif isinstance(answer, Failed) and answer.too_large:
+            self._too_large.setdefault(self._without_sharding(layout), []).append((layout, answer.reason))
+
+    def by_layouts(self, layout: Layout) -> tuple[str | None, float]:
+        """Returns why a layout does not fit, and what its predicted time is not below, from layouts that were counted:
+        from one that shards more over replicas, or has smaller micro-batches, and from those that recompute less."""
+        reason = None
+        for other, why in self._too_large.get(self._without_sharding(layout), ()):
+            if self._needs_less(other, layout):
+                reason = f"it needs no less memory than {other}: {why}"
+        recomputing = [plugin for plugin in layout.plugins if isinstance(plugin, _RECOMPUTING)]
+        seconds = [0.0]
+        for number in range(1, len(recomputing) + 1):
+            for removed in itertools.combinations(recomputing, number):
+                left = tuple(plugin for plugin in layout.plugins if plugin not in removed)
+                seconds.append(self._predicted.get(repr(dataclasses.replace(layout, plugins=left)), 0.0))
+        return reason, max(seconds) * (1 + 1e-8)  # what recomputes more is slower, if only by rounding
+
+    def _without_sharding(self, layout: Layout) -> str:
+        return repr([plugin for plugin in layout.plugins if not plugin.sharded_over_replicas()])
+
+    def _needs_less(self, one: Layout, other: Layout) -> bool:
+        """Whether ``one`` needs no more memory than ``other``, of layouts that differ in what they shard over replicas
+        and in the size of micro-batches."""
+        facts, others = self._facts_of(one), self._facts_of(other)
+        if one.accumulation < other.accumulation or other.accumulation == 1 < one.accumulation:
+            return False  # gradients wait for another micro-batch only if there is one
+        if one.plugins == other.plugins:
+            return True
+        if any(axis.kind is AxisKind.DATA for axis in facts.axes):
+            return False
+        averaging = facts.replicas * math.prod(axis.degree for axis in facts.axes if axis.kind in _AVERAGING)
+        # The state that is sharded is that of fp32 weights; that of all others has their dtype.
+        return facts.parts > others.parts and averaging >= _STATE_BYTES / 3
 
     def first_sample(self, layout: Layout) -> Sample:
         """Returns the sample from which the time of a layout has its first bound: that of the family that does not
@@ -210,7 +258,7 @@ class Bounds:
         if isinstance(stages, str):
             return stages
         number = layout.accumulation if stages is None else stages.microbatches
-        own, first = Sample(family, rows // number), Sample(family, 1)
+        own, first, like = Sample(family, rows // number), Sample(family, 1), Sample(facts.base.family, rows // number)
         if not self.knows(first) and not self.knows(own):
             base, seconds = facts.base, 0.0
             if not isinstance(self._samples[repr(base)], str):
@@ -226,7 +274,13 @@ class Bounds:
         if memory > self._core * (_SLACK if sample == own else _ROUGH):
             return f"about {memory / 2**30:.1f} GiB, estimated from one micro-batch; {self._of_core()}"
         seconds = self._least_seconds(layout, sample, stages, times, number)
-        return Estimate(layout, number, memory, seconds, None if sample == own else own)
+        following = None if sample == own else own
+        if following is not None and like != own and not isinstance(self._samples[repr(facts.base)], str):
+            if not self.knows(like):  # which several families have in common
+                following = like
+            elif not isinstance(self._samples[repr(like)], str):
+                seconds = max(seconds, self._least_seconds(layout, sample, stages, times, number, like=like))
+        return Estimate(layout, number, memory, seconds, following)
 
     def _of_core(self) -> str:
         return f"a core has {self._core / 2**30:.3g} GiB without its reserve"
@@ -281,7 +335,7 @@ class Bounds:
         parts, replicas = facts.parts, facts.replicas
         sharding = self._sharding(layout, line.of_model(self._planner.layers))
         elements = weights / (2 if self._planner.dtype == "bfloat16" else 4)
-        held = weights / (sharding if "weights" in parts else 1)
+        held = weights / (sharding if "weights" in parts and facts.stages is None else 1)  # stages gather theirs once
         held += _STATE_BYTES * elements / sharding if "optimizer state" in parts else 2 * weights
         most = 0.0
         for peak in count.peaks:
@@ -291,7 +345,8 @@ class Bounds:
             if peak.moment.phase in PASSES:
                 if micro_batches > 1:  # they wait for the last micro-batch
                     gradients = max(gradients, weights)
-                gradients /= replicas if "gradients" in parts else 1
+                if micro_batches == 1 or facts.stages is not None:  # else they are reduced after the last one
+                    gradients /= replicas if "gradients" in parts else 1
                 gradients += times * (kept * peak.parts[ACTIVATIONS] + peak.parts[TEMPORARY])
             else:
                 gradients /= sharding if parts & {"gradients", "optimizer state"} else 1
@@ -337,11 +392,17 @@ class Bounds:
         micro_batches: int,
         *,
         head: bool = True,
+        like: Sample | None = None,
     ) -> float:
         """What the predicted time of a step is not below: the passes of all micro-batches, the update, and what of the
-        reduction of gradients cannot be hidden; without ``head`` those of the blocks alone. See :meth:`_memory`."""
+        reduction of gradients cannot be hidden; without ``head`` those of the blocks alone. ``like`` is a sample of the
+        layout's own size that recomputes nothing. See :meth:`_memory`."""
         found = self._times_of(sample)
         passes, products = (found.passes, found.products) if times == 1 else found.of_more(times)
+        if like is not None:
+            less = self._times_of(like)
+            recomputed = max(0.0, products.block - less.products.block)
+            passes = _Line(passes.base, less.passes.block + recomputed)
         if not head:
             passes, products = _Line(0.0, passes.block), _Line(0.0, products.block)
         parts = self._facts_of(layout).parts
@@ -355,7 +416,9 @@ class Bounds:
             operations = [size * found.operations.block for size in sizes]
             operations[last] += found.operations.base
             slowest = operations.index(max(operations))
-            each = sizes[slowest] * passes.block + (products.base if slowest == last else 0.0)
+            each = sizes[slowest] * passes.block
+            if slowest == last and head:
+                each += products.base + max(0.0, found.others.base - self._embedding_seconds(sample))
             rest, weights = (sizes[slowest] * line.block for line in (found.rest, found.weights))
             hidden = 1 - stages.bubble
         if "optimizer state" in parts:
@@ -369,6 +432,17 @@ class Bounds:
             before = micro_batches * each - found.backward.of_model(self._planner.layers)
             least = max(least, before + reduction / 2 + max(rest, tail))
         return least
+
+    def _embedding_seconds(self, sample: Sample) -> float:
+        """What the passes of a micro-batch take at most in the embedding of tokens, which the last stage has not: less
+        than three times the table, and a dozen times its output, are read and written."""
+        table = self._planner.model.get_input_embeddings().weight
+        shards = math.prod(a.degree for plugin in sample.family for a in plugin.axes() if a.kind is AxisKind.MODEL)
+        rows = sample.rows * self._planner.sequence
+        moved = (2 if self._planner.dtype == "bfloat16" else 4) * (
+            3 * table.numel() / shards + 12 * rows * table.shape[1]
+        )
+        return kernel_seconds(self._machine, Kernel(ELEMENTWISE, self._planner.dtype, 0, round(moved)))
 
     def _times_of(self, sample: Sample) -> _Times:
         key = repr(sample)

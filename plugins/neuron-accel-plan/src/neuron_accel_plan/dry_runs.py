@@ -54,9 +54,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a layout, or a sample, is not possible."""
+    """Why a layout, or a sample, is not possible.
+
+    Args:
+        reason: one sentence.
+        too_large: whether it runs, and has not enough memory.
+    """
 
     reason: str
+    too_large: bool = False
 
 
 Task = Sample | Layout
@@ -198,7 +204,8 @@ def answer(planner: Planner, calibration: Any, task: Task) -> Answer:
         largest = max(peak.parts, key=lambda part: peak.parts[part])
         return Failed(
             f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
-            f"a core has {room / 2**30:.3g} GiB without its reserve"
+            f"a core has {room / 2**30:.3g} GiB without its reserve",
+            too_large=True,
         )
     return Ranked(layout=task, count=count, time=count.predict(calibration))
 

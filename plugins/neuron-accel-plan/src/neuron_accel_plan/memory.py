@@ -4,8 +4,8 @@
 Every operation is seen by a ``TorchDispatchMode``. A storage counts from the operation that creates it until nothing
 refers to it; a weak reference tells when. This works for tensors without memory as for real ones, so that a dry run and
 a real rank can be compared. A storage that a strategy resizes, to gather weights into it, counts with the size that it
-has at each operation. Floating-point operations are those of ``torch.utils.flop_counter``: of matrix products,
-convolutions and attention kernels, a multiplication and an addition each.
+has when another one is created. Floating-point operations are those of ``torch.utils.flop_counter``: of matrix
+products, convolutions and attention kernels, a multiplication and an addition each.
 """
 
 from __future__ import annotations
@@ -205,7 +205,6 @@ class StepCounter(TorchDispatchMode):
             self._save_activations()
         self._differentiating = differentiating
         result, operations = self._results.call(func, args, kwargs or {})
-        self._follow(self._resized)
         for tensor in tensors_in(result):
             self._see(tensor)
             if tensor.is_complex():
@@ -246,6 +245,7 @@ class StepCounter(TorchDispatchMode):
             self._end(key)
             self._resized.discard(key)
 
+        self._follow(self._resized)
         return self._begin(key, storage.nbytes(), weakref.ref(storage, freed))
 
     def _follow(self, keys: Iterable[int]) -> None:

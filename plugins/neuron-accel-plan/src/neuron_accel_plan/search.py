@@ -6,8 +6,9 @@ One micro-batch of one sample is dry-run for every variant of a block (tensor pa
 on) without recomputation, on the smallest mesh. From that follows a bound below which the predicted time of a layout is
 not, whatever its stages, replicas and micro-batches are, and whatever it recomputes. Then the layout with the least
 bound is examined more closely, again and again: its own variant of a block is run, from which its memory is estimated,
-then a micro-batch of its own size, and at last the layout itself is counted and its time predicted. A predicted time
-that is below all bounds is the next best one (best-first search).
+then a micro-batch of its own size, and at last the layout itself is counted and its time predicted. What was counted
+bounds layouts that only recompute more, or shard less. A predicted time that is below all bounds is the next best one
+(best-first search).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from neuron_accel import Instance, find_instance
 from neuron_accel.errors import ConfigurationError
 from neuron_accel_plan.bounds import Bounds, Estimate
 from neuron_accel_plan.candidates import Layout, exclude, layouts_of, offering, text
-from neuron_accel_plan.dry_runs import DryRuns, Failed, Ranked, Sample, Task
+from neuron_accel_plan.dry_runs import DryRuns, Ranked, Sample, Task
 from neuron_accel_plan.layout import Planner, no_collection_of_what_is_there
 
 if TYPE_CHECKING:
@@ -300,6 +301,14 @@ class _Searcher:
                 assert isinstance(first, Estimate)
                 estimate = first
                 task = estimate.layout if estimate.sample is None else estimate.sample
+                if isinstance(task, Layout):
+                    reason, seconds = self._bounds.by_layouts(task)
+                    if reason is not None:
+                        ruled_out.append(RuledOut(layout=task, reason=reason))
+                        continue
+                    if seconds > estimate.seconds:
+                        push(replace(estimate, seconds=seconds), number)
+                        continue
                 if not isinstance(task, Sample) or not self._bounds.knows(task):
                     tasks[repr(task)] = task
                 taken.setdefault(repr(task), []).append((number, estimate))
@@ -310,10 +319,10 @@ class _Searcher:
                     self._bounds.learn(task, answer)
                     continue
                 ((number, estimate),) = taken.pop(name)
+                self._bounds.learn_layout(estimate.layout, answer)
                 if isinstance(answer, Ranked):
                     push(answer, number)
                 else:
-                    assert isinstance(answer, Failed)
                     ruled_out.append(RuledOut(layout=estimate.layout, reason=answer.reason))
             progress(done, best - len(found))
             for number, estimate in itertools.chain.from_iterable(taken.values()):  # whose sample is known now
