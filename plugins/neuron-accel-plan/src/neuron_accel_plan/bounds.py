@@ -39,6 +39,8 @@ _SHARDING = (AxisKind.MODEL, AxisKind.STAGE, AxisKind.DATA)
 """Kinds of axes that a plugin adds along which weights may be sharded."""
 _RECOMPUTING = (ActivationCheckpointingPlugin, ChunkedLossPlugin)
 """What adds to the time of the blocks of a layout, and takes nothing from it."""
+_ROUGHLY = 0.8
+"""Share of the products that one family recomputes, by those of a block, that is taken to be recomputed in others."""
 _STATE_BYTES = 12  # of an fp32 master weight and two moments
 _SLACK, _ROUGH = 1.1, 1.5
 """Layouts whose estimated memory exceeds that of a core by more than this factor are not counted: if it is from a
@@ -62,6 +64,14 @@ class Estimate:
     memory: float
     seconds: float
     sample: Sample | None = None
+
+
+def _without_recomputing(family: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...]:
+    return tuple(plugin for plugin in family if not isinstance(plugin, _RECOMPUTING))
+
+
+def _recomputing(family: tuple[StrategyPlugin, ...]) -> str:
+    return repr([plugin for plugin in family if isinstance(plugin, _RECOMPUTING)])
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,8 @@ class Bounds:
         self._sizes: dict[tuple[str, int], StepCount] = {}
         self._stages: dict[str, Stages | str | None] = {}
         self._facts: dict[int, _Facts] = {}  # by the identity of the plugins, which they keep alive
-        self._predicted: dict[str, float] = {}  # seconds of layouts that were counted and fit
+        self._recomputed: dict[str, float] = {}  # by what recomputes: by how much the products of a block grow
+        self._at_least: dict[str, float] = {}  # seconds of layouts that are not ruled out
         self._too_large: dict[str, list[tuple[Layout, str]]] = {}  # by the plugins that shard nothing over replicas
 
     def knows(self, sample: Sample) -> bool:
@@ -174,28 +185,38 @@ class Bounds:
         """Keeps what was found of a sample."""
         assert not isinstance(answer, Ranked)
         self._samples[repr(sample)] = answer.reason if isinstance(answer, Failed) else answer
+        less = Sample(_without_recomputing(sample.family), sample.rows)
+        if isinstance(answer, Failed) or less == sample or isinstance(self._samples.get(repr(less), ""), str):
+            return
+        more = self._times_of(sample).products.block / self._times_of(less).products.block - 1
+        key = _recomputing(sample.family)
+        self._recomputed[key] = max(0.0, min(_ROUGHLY * more, self._recomputed.get(key, math.inf)))
 
-    def learn_layout(self, layout: Layout, answer: Answer) -> None:
-        """Keeps what was found of a layout that was counted, or why it is not possible."""
-        if isinstance(answer, Ranked):
-            self._predicted[repr(layout)] = answer.time.seconds
-        elif isinstance(answer, Failed) and answer.too_large:
-            self._too_large.setdefault(self._without_sharding(layout), []).append((layout, answer.reason))
+    def learn_layout(self, layout: Layout, seconds: float) -> None:
+        """Keeps what the time of a layout is not below, or what it is predicted to be."""
+        self._at_least[repr(layout)] = seconds
+
+    def learn_impossible(self, layout: Layout, why: Failed | None = None) -> None:
+        """Keeps that a layout is ruled out; ``why``, if it was counted."""
+        self._at_least.pop(repr(layout), None)
+        if why is not None and why.too_large:
+            self._too_large.setdefault(self._without_sharding(layout), []).append((layout, why.reason))
 
     def by_layouts(self, layout: Layout) -> tuple[str | None, float]:
-        """Returns why a layout does not fit, and what its predicted time is not below, from layouts that were counted:
-        from one that shards more over replicas, or has smaller micro-batches, and from those that recompute less."""
+        """Returns why a layout does not fit, and what its time is not below, by what is known of others: of one that
+        shards more over replicas, or has smaller micro-batches, and does not fit; and of those that recompute less, and
+        are not ruled out."""
         reason = None
         for other, why in self._too_large.get(self._without_sharding(layout), ()):
             if self._needs_less(other, layout):
                 reason = f"it needs no less memory than {other}: {why}"
         recomputing = [plugin for plugin in layout.plugins if isinstance(plugin, _RECOMPUTING)]
-        seconds = [0.0]
+        seconds = 0.0
         for number in range(1, len(recomputing) + 1):
             for removed in itertools.combinations(recomputing, number):
                 left = tuple(plugin for plugin in layout.plugins if plugin not in removed)
-                seconds.append(self._predicted.get(repr(dataclasses.replace(layout, plugins=left)), 0.0))
-        return reason, max(seconds) * (1 + 1e-8)  # what recomputes more is slower, if only by rounding
+                seconds = max(seconds, self._at_least.get(repr(dataclasses.replace(layout, plugins=left)), 0.0))
+        return reason, seconds * (1 + 1e-8)  # what recomputes more is slower, if only by rounding
 
     def _without_sharding(self, layout: Layout) -> str:
         return repr([plugin for plugin in layout.plugins if not plugin.sharded_over_replicas()])
@@ -226,7 +247,7 @@ class Bounds:
             self._facts[id(plugins)] = _Facts(
                 plugins=plugins,
                 family=family,
-                base=Sample(tuple(plugin for plugin in family if not isinstance(plugin, _RECOMPUTING)), 1),
+                base=Sample(_without_recomputing(family), 1),
                 stages=self._stages_of(plugins),
                 parts=frozenset(part for plugin in plugins for part in plugin.sharded_over_replicas()),
                 replicas=space.replicas,
@@ -262,8 +283,9 @@ class Bounds:
         if not self.knows(first) and not self.knows(own):
             base, seconds = facts.base, 0.0
             if not isinstance(self._samples[repr(base)], str):
+                more = self._recomputed.get(_recomputing(family), 0.0)
                 head = not any(isinstance(plugin, ChunkedLossPlugin) for plugin in family)
-                seconds = self._least_seconds(layout, base, stages, rows // number, number, head=head)
+                seconds = self._least_seconds(layout, base, stages, rows // number, number, head=head, more=more)
             return Estimate(layout, number, 0.0, seconds, first)
         sample = own if self.knows(own) else first
         counts = self._samples[repr(sample)]
@@ -392,19 +414,21 @@ class Bounds:
         micro_batches: int,
         *,
         head: bool = True,
+        more: float = 0.0,
         like: Sample | None = None,
     ) -> float:
         """What the predicted time of a step is not below: the passes of all micro-batches, the update, and what of the
-        reduction of gradients cannot be hidden; without ``head`` those of the blocks alone. ``like`` is a sample of the
-        layout's own size that recomputes nothing. See :meth:`_memory`."""
+        reduction of gradients cannot be hidden; without ``head`` of what is not in blocks the products alone. Those of
+        blocks are more by the factor ``1 + more``. ``like`` is a sample of the layout's own size that recomputes
+        nothing. See :meth:`_memory`."""
         found = self._times_of(sample)
         passes, products = (found.passes, found.products) if times == 1 else found.of_more(times)
         if like is not None:
             less = self._times_of(like)
             recomputed = max(0.0, products.block - less.products.block)
             passes = _Line(passes.base, less.passes.block + recomputed)
-        if not head:
-            passes, products = _Line(0.0, passes.block), _Line(0.0, products.block)
+        base = passes.base if head else products.base
+        passes = _Line(base, passes.block + more * products.block)
         parts = self._facts_of(layout).parts
         if stages is None:
             blocks = self._planner.layers
@@ -417,8 +441,9 @@ class Bounds:
             operations[last] += found.operations.base
             slowest = operations.index(max(operations))
             each = sizes[slowest] * passes.block
-            if slowest == last and head:
-                each += products.base + max(0.0, found.others.base - self._embedding_seconds(sample))
+            if slowest == last:
+                each += products.base
+                each += max(0.0, found.others.base - self._embedding_seconds(sample)) if head else 0.0
             rest, weights = (sizes[slowest] * line.block for line in (found.rest, found.weights))
             hidden = 1 - stages.bubble
         if "optimizer state" in parts:

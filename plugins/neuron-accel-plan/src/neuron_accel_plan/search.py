@@ -29,7 +29,7 @@ from neuron_accel import Instance, find_instance
 from neuron_accel.errors import ConfigurationError
 from neuron_accel_plan.bounds import Bounds, Estimate
 from neuron_accel_plan.candidates import Layout, exclude, layouts_of, offering, text
-from neuron_accel_plan.dry_runs import DryRuns, Ranked, Sample, Task
+from neuron_accel_plan.dry_runs import DryRuns, Failed, Ranked, Sample, Task
 from neuron_accel_plan.layout import Planner, no_collection_of_what_is_there
 
 if TYPE_CHECKING:
@@ -279,11 +279,16 @@ class _Searcher:
         def push(each: Estimate | Ranked, number: int) -> None:
             """Adds what is known of a layout. ``number`` is its place among all: it ranks what is alike."""
             key: tuple[float, int, float]
+            self._bounds.learn_layout(each.layout, each.time.seconds if isinstance(each, Ranked) else each.seconds)
             if isinstance(each, Ranked):
                 key = rank(each)
             else:  # before predicted times that are equal but for rounding
                 key = each.seconds * (1 - 1e-9), each.micro_batches, each.memory
             heapq.heappush(heap, (*key, number, each))
+
+        def rule_out(layout: Layout, reason: str, answer: Failed | None = None) -> None:
+            self._bounds.learn_impossible(layout, answer)
+            ruled_out.append(RuledOut(layout=layout, reason=reason))
 
         for number, estimate in enumerate(estimates):
             push(estimate, number)
@@ -301,14 +306,13 @@ class _Searcher:
                 assert isinstance(first, Estimate)
                 estimate = first
                 task = estimate.layout if estimate.sample is None else estimate.sample
-                if isinstance(task, Layout):
-                    reason, seconds = self._bounds.by_layouts(task)
-                    if reason is not None:
-                        ruled_out.append(RuledOut(layout=task, reason=reason))
-                        continue
-                    if seconds > estimate.seconds:
-                        push(replace(estimate, seconds=seconds), number)
-                        continue
+                reason, seconds = self._bounds.by_layouts(estimate.layout)
+                if reason is not None:
+                    rule_out(estimate.layout, reason)
+                    continue
+                if seconds > estimate.seconds:  # let those that recompute less be tried before
+                    push(replace(estimate, seconds=seconds), number)
+                    continue
                 if not isinstance(task, Sample) or not self._bounds.knows(task):
                     tasks[repr(task)] = task
                 taken.setdefault(repr(task), []).append((number, estimate))
@@ -319,16 +323,16 @@ class _Searcher:
                     self._bounds.learn(task, answer)
                     continue
                 ((number, estimate),) = taken.pop(name)
-                self._bounds.learn_layout(estimate.layout, answer)
                 if isinstance(answer, Ranked):
                     push(answer, number)
                 else:
-                    ruled_out.append(RuledOut(layout=estimate.layout, reason=answer.reason))
+                    assert isinstance(answer, Failed)
+                    rule_out(estimate.layout, answer.reason, answer)
             progress(done, best - len(found))
             for number, estimate in itertools.chain.from_iterable(taken.values()):  # whose sample is known now
                 again = self._bounds.estimate(estimate.layout)
                 if isinstance(again, str):
-                    ruled_out.append(RuledOut(layout=estimate.layout, reason=again))
+                    rule_out(estimate.layout, again)
                 else:
                     push(again, number)
         progress(done, 0)
