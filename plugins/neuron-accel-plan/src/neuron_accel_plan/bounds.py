@@ -281,12 +281,20 @@ class Bounds:
         number = layout.accumulation if stages is None else stages.microbatches
         own, first, like = Sample(family, rows // number), Sample(family, 1), Sample(facts.base.family, rows // number)
         if not self.knows(first) and not self.knows(own):
-            base, seconds = facts.base, 0.0
-            if not isinstance(self._samples[repr(base)], str):
-                more = self._recomputed.get(_recomputing(family), 0.0)
-                head = not any(isinstance(plugin, ChunkedLossPlugin) for plugin in family)
-                seconds = self._least_seconds(layout, base, stages, rows // number, number, head=head, more=more)
-            return Estimate(layout, number, 0.0, seconds, first)
+            if isinstance(self._samples[repr(facts.base)], str):
+                return Estimate(layout, number, 0.0, 0.0, first)
+            known = self.knows(like) and not isinstance(self._samples[repr(like)], str)
+            sample = like if known else facts.base
+            seconds = self._least_seconds(
+                layout,
+                sample,
+                stages,
+                (rows // number) / sample.rows,
+                number,
+                head=not any(isinstance(plugin, ChunkedLossPlugin) for plugin in family),
+                more=self._recomputed.get(_recomputing(family), 0.0),
+            )
+            return Estimate(layout, number, 0.0, seconds, first if self.knows(like) else like)
         sample = own if self.knows(own) else first
         counts = self._samples[repr(sample)]
         if isinstance(counts, str):
