@@ -64,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> tuple[Any, str]:
-    place = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
-    place = place.removeprefix("file://")
+    given = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
+    place = given.removeprefix("file://")
+    if args.action == "list" and args.cache_dir is None and "://" not in place and not os.path.exists(place):
+        return [], f"{place} does not exist yet; the first training that compiles creates it"
     return {"list": _list, "stats": _stats, "prune": _prune}[args.action](place, args)
 
 

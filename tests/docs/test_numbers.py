@@ -1,7 +1,7 @@
 """Measured numbers have one source, the tables of docs/performance.md; pages that repeat them name the table.
 
 A repeated number is between two comments: ``<!-- HEADING: COLUMN -->1.10 to 1.20<!-- -->`` is the range of the medians
-in this column of the first table under the heading, and ``HEADING, WORD: COLUMN`` of the table whose head has this word.
+in this column of the first table under the heading, ``HEADING, WORD: COLUMN`` of the table whose head has this word.
 """
 
 from __future__ import annotations
