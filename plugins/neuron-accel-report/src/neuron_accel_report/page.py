@@ -295,7 +295,7 @@ def traffic_rows(rows: Sequence[TrafficRow]) -> list[list[str]]:
     ]
 
 
-TRAFFIC_HEAD = ("axes", "collective", "calls predicted", "measured", "bytes predicted", "measured", "")
+TRAFFIC_HEAD = ("axes", "collective", "calls predicted", "calls measured", "bytes predicted", "bytes measured", "")
 
 
 def _traffic(made: _Page, runs: Sequence[RunSummary]) -> None:
@@ -457,5 +457,6 @@ def _late(run: RunSummary) -> str:
         return "none"
     first, others = run.late[0], len(run.late) - 1
     steps = "1 step" if first.steps == 1 else f"{first.steps:,} steps"
-    more = f"; {others} other rank{'s' * (others > 1)} less" if others else ""
-    return f"rank {first.rank} most, in {steps}, by up to {format_seconds(first.worst.seconds)}{more}"
+    more = f"; also {others} other rank{'s' * (others > 1)}" if others else ""
+    total, most = format_seconds(first.seconds), format_seconds(first.worst.seconds)
+    return f"rank {first.rank} by {total} in {steps}, at most {most}{more}"
