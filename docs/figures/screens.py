@@ -22,10 +22,10 @@ CONFIG = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "
 PLAN = "plan --model config.json --world-size 32 --global-batch 64 --sequence 2048 --tensor-parallel-size 4 --zero-1"
 PLAN += " --sequence-parallel --recompute --instance trn1.32xlarge"
 PAGES = {
-    "report-page": ("one.html", None, 980),
+    "report-page": ("one.html", None, 1000),
     "report-ranks": ("one.html", "Ranks that others waited for", 620),
     "report-two-runs": ("two.html", "Loss", 780),
-    "plan-page": ("plan.html", None, 800),
+    "plan-page": ("plan.html", None, 786),
 }
 """Pictures of pages: the page, the heading at the top and the height in pixels."""
 

@@ -237,7 +237,7 @@ def published_row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]
 def row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]:
     path = f"{recipe.model}/{recipe.name}"
     link = f"[{recipe.name}](../examples/recipes/{path}.yaml)"
-    where = f"{recipe.instances} x {recipe.instance}"
+    where = str(recipe.instances)
     if predicted is None:
         return [link, where, "not counted", "", "", "", "", ""]
     likely, low, high = predicted["seconds"]
