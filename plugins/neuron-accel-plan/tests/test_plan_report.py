@@ -114,7 +114,9 @@ def test_a_page_is_well_formed_and_needs_nothing_else():
 def test_the_page_has_both_intervals_of_a_time():
     first = entry()
     known = html_report([replace(first, published=interval_of(first.counted, first.time))])
-    assert re.search(r"by published runs.*between .* for 80% of runs, calibrated on 3 runs of dense models", known, re.DOTALL)
+    assert re.search(
+        r"by published runs.*between .* for 80% of runs, calibrated on 3 runs of dense models", known, re.DOTALL
+    )
     elsewhere = replace(first.counted, instance="trn2.48xlarge")
     unknown = html_report([replace(first, published=interval_of(elsewhere, first.time))])
     assert re.search(r"by published runs.*unknown, ", unknown, re.DOTALL)
