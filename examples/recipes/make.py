@@ -54,7 +54,7 @@ Here, fully sharded weights are gathered [one block ahead](guides/from-fsdp.md) 
 reduced during the backward pass (`overlap=True`). With sequence parallelism an input that is gathered again travels
 while its gradient is computed, and this gradient while those of the weights are. The first gather is overlapped only
 with [`overlap_gather=True`](tensor_parallel.md#overlapping-the-gather), which none of these layouts sets. With
-torch_xla, as on trn1, the compiler orders all of it. None of this was measured on Trainium."""
+torch_xla, as on trn1, the compiler orders all of it."""
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
