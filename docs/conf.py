@@ -39,6 +39,7 @@ html_theme = "furo"
 html_title = f"neuron_accel {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "static" / "search_scorer.js")
 
 CONTRACT = {
     "Plugins and the plan": ("engine.plan",),

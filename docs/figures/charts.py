@@ -265,7 +265,7 @@ def loss() -> Picture:
     found = read("loss")
     (alone, reference), *others = found.items()
     steps, left, wide, colours = len(reference), 76, 560, (ORANGE, TEAL, GREEN, PURPLE)
-    picture = Picture(946, 420, "Losses of sharded runs over that of one process, and their difference")
+    picture = Picture(990, 420, "Losses of sharded runs over that of one process, and their difference")
     picture.text(24, 32, "Sharding does not change the loss", size=16, bold=True)
     picture.text(
         24, 54, f"a small Llama in fp32, {steps} steps of AdamW on four CPU ranks and in one process", colour=GREY

@@ -425,8 +425,8 @@ def overview() -> Picture:
         first = len(rows) // replicas * made.mesh.position(rank, made.mesh.gradient_axes)
         owned = rows[first : first + len(rows) // replicas]
         for left, colour, held, label in (
-            (x + 88, GREEN, rows, "1/2 of weights"),
-            (x + 176, ORANGE, owned, "1/4 of optimizer"),
+            (x + 88, GREEN, rows, "weights: 1/2"),
+            (x + 176, ORANGE, owned, "optimizer: 1/4"),
         ):
             picture.box(left, y + 44, 8 * cell, 8 * cell, fill="#e6eaef", line=PAPER, r=0)
             picture.box(left, y + 44 + held.start * cell, 8 * cell, len(held) * cell, fill=colour, line=PAPER, r=0)

@@ -23,7 +23,7 @@ accelerator = NeuronAccelerator(plugins=[*strategies, Zero1Plugin(), report])
 torch.manual_seed(0)
 sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=128, attn_implementation="eager", **sizes))
-text = torch.tensor(list((Path(__file__).parents[2] / "LICENSE").read_bytes()))
+text = torch.tensor(list(Path("LICENSE").read_bytes()))
 starts = torch.randint(len(text) - 128, (60 * 16,))
 rows = [{"input_ids": text[start : start + 128], "labels": text[start : start + 128]} for start in starts]
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

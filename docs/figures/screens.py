@@ -5,6 +5,7 @@ pictures by a browser. ``python -m docs.figures --report`` trains the runs that 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,15 +16,16 @@ from docs.figures.drawing import GREY, PALE, Picture
 
 FOLDER = Path(__file__).parent
 IMAGES = FOLDER.parent / "images"
-SCRIPT = str(FOLDER / "reported.py")
+SCRIPT = "train.py"
+"""What docs/figures/reported.py is called in the runs that are shown."""
 CONFIG = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
 PLAN = "plan --model config.json --world-size 32 --global-batch 64 --sequence 2048 --tensor-parallel-size 4 --zero-1"
 PLAN += " --sequence-parallel --recompute --instance trn1.32xlarge"
 PAGES = {
-    "report-page": ("one.html", None, 980),
+    "report-page": ("one.html", None, 1000),
     "report-ranks": ("one.html", "Ranks that others waited for", 620),
     "report-two-runs": ("two.html", "Loss", 780),
-    "plan-page": ("plan.html", None, 800),
+    "plan-page": ("plan.html", None, 786),
 }
 """Pictures of pages: the page, the heading at the top and the height in pixels."""
 
@@ -34,6 +36,8 @@ def record() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        shutil.copy(FOLDER / "reported.py", folder / SCRIPT)
+        shutil.copy(FOLDER.parents[1] / "LICENSE", folder)
         _run(
             folder,
             "plan",

@@ -27,7 +27,8 @@ from neuron_accel.cli.main import main as neuron_accel
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "recipes.md"
 PREDICTED = HERE / "predicted.json"
-FIGURES = ["GiB of a core", "s a step", "tokens/s", "instance hours for 1 B tokens"]
+PRICES = json.loads((HERE / "prices.json").read_text())
+FIGURES = ["GiB of a core", "s a step", "tokens/s", "instance hours for 1 B tokens", "USD for 1 B tokens"]
 PUBLISHED = """\
 ### Published layouts
 
@@ -53,11 +54,15 @@ Here, fully sharded weights are gathered [one block ahead](guides/from-fsdp.md) 
 reduced during the backward pass (`overlap=True`). With sequence parallelism an input that is gathered again travels
 while its gradient is computed, and this gradient while those of the weights are. The first gather is overlapped only
 with [`overlap_gather=True`](tensor_parallel.md#overlapping-the-gather), which none of these layouts sets. With
-torch_xla, as on trn1, the compiler orders all of it. None of this was measured on Trainium."""
+torch_xla, as on trn1, the compiler orders all of it."""
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-TABLES = re.compile(
-    r"(?<=<!-- tables, written by examples/recipes/make.py -->\n).*(?=<!-- end of tables -->)", re.DOTALL
-)
+
+
+def written_part(name: str) -> re.Pattern[str]:
+    """What lies between two comments of the page."""
+    return re.compile(
+        rf"(?<=<!-- {name}, written by examples/recipes/make.py -->\n).*(?=<!-- end of {name} -->)", re.DOTALL
+    )
 
 
 def ranks(recipe: Recipe) -> int:
@@ -135,7 +140,10 @@ def recipe_text(recipe: Recipe, predicted: dict[str, Any] | None) -> str:
         *(
             []
             if predicted is None
-            else [f"# Predicted by neuron-accel plan, not measured: {sentence(recipe, predicted)}."]
+            else [
+                f"# Predicted by neuron-accel plan, not measured: {sentence(recipe, predicted)};",
+                f"# {price_sentence(recipe, predicted)}.",
+            ]
         ),
         "# Written by make.py from table.py. Copy this file to change it.",
         *(f"{name}: {value}" for name, value in values.items()),
@@ -154,10 +162,36 @@ def flow(entry: str | dict[str, Any]) -> str:
     return f"{name}: " + yaml.safe_dump(options, default_flow_style=True, width=1000, sort_keys=False).strip()
 
 
+def instance_hours(recipe: Recipe, seconds: float) -> float:
+    """For a billion tokens, if a step takes that long."""
+    return recipe.instances * 1e9 / (recipe.global_batch * recipe.sequence) * seconds / 3600
+
+
+def dollars(recipe: Recipe, seconds: float) -> str:
+    """Price of a billion tokens, in three digits."""
+    price = instance_hours(recipe, seconds) * PRICES[recipe.instance]["usd_per_hour"]
+    return f"{float(f'{price:.3g}'):,.0f}"
+
+
 def sentence(recipe: Recipe, predicted: dict[str, Any]) -> str:
     likely, low, high = predicted["seconds"]
     memory, core = predicted["memory"] / 2**30, predicted["core"] >> 30
     return f"{memory:.1f} of {core} GiB on the fullest core, {likely:.3g} s a step ({low:.3g} to {high:.3g})"
+
+
+def price_sentence(recipe: Recipe, predicted: dict[str, Any]) -> str:
+    likely, low, high = (dollars(recipe, seconds) for seconds in predicted["seconds"])
+    price = PRICES[recipe.instance]["usd_per_hour"]
+    return f"{likely} USD for a billion tokens ({low} to {high}), at {price} USD for an hour of an instance"
+
+
+def price_table() -> str:
+    """What an hour of each type of instance costs, and where that is listed."""
+    rows = []
+    for name, price in PRICES.items():
+        how = f"[{price['bought']}]({price['source']})"
+        rows.append([name, f"{price['usd_per_hour']:.2f}", how, price["region"], price["listed"]])
+    return table("instance", "USD for an hour", "bought", "region", "listed", rows=rows)
 
 
 def tables(predicted: dict[str, Any]) -> str:
@@ -180,8 +214,8 @@ def tables(predicted: dict[str, Any]) -> str:
     rows = [
         published_row(recipe, predicted.get(f"{recipe.model}/{recipe.name}")) for recipe in RECIPES if recipe.published
     ]
-    head = ["layout", "published by", "differs there", "data parallel", "recomputed", "instances", "mesh", *FIGURES[:2]]
-    head.append("GiB with `regather=False`")
+    head = ["layout", "published by", "differs there", "data parallel", "recomputed", "instances", "mesh"]
+    head += [*FIGURES[:2], FIGURES[-1], "GiB with `regather=False`"]
     return "\n\n".join([*parts, PUBLISHED, table(*head, rows=rows), OVERLAP])
 
 
@@ -190,27 +224,29 @@ def table(*head: str, rows: list[list[str]]) -> str:
 
 
 def published_row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]:
-    link, where, mesh, memory, times, *_ = row(recipe, predicted)
+    link, where, mesh, memory, times, _, _, price = row(recipe, predicted)
     title = MODELS[recipe.model].title
     kept = (predicted or {}).get("memory_without_regather")
     without = "" if kept is None else f"{kept / 2**30:.1f}"
     kind = "ZeRO-1" if not recipe.fully_sharded else "hybrid sharded" if recipe.instances > 1 else "fully sharded"
     again = "blocks" if recipe.recompute else "scores"
-    return [f"{title}: {link}", recipe.published, recipe.theirs, kind, again, where, mesh, memory, times, without]
+    named = [f"{title}: {link}", recipe.published, recipe.theirs, kind, again]
+    return [*named, where, mesh, memory, times, price, without]
 
 
 def row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]:
     path = f"{recipe.model}/{recipe.name}"
     link = f"[{recipe.name}](../examples/recipes/{path}.yaml)"
-    where = f"{recipe.instances} x {recipe.instance}"
+    where = str(recipe.instances)
     if predicted is None:
-        return [link, where, "not counted", "", "", "", ""]
+        return [link, where, "not counted", "", "", "", "", ""]
     likely, low, high = predicted["seconds"]
     rate = recipe.global_batch * recipe.sequence / likely
-    hours = recipe.instances * 1e9 / rate / 3600
+    hours = instance_hours(recipe, likely)
+    price = f"{dollars(recipe, likely)} ({dollars(recipe, low)}-{dollars(recipe, high)})"
     memory = f"{predicted['memory'] / 2**30:.1f} of {predicted['core'] >> 30}"
     times = f"{likely:.3g} ({low:.3g}-{high:.3g})"
-    return [link, where, predicted["mesh"], memory, times, f"{rate:,.0f}", f"{hours:,.0f}"]
+    return [link, where, predicted["mesh"], memory, times, f"{rate:,.0f}", f"{hours:,.0f}", price]
 
 
 def files() -> dict[Path, str]:
@@ -222,7 +258,8 @@ def files() -> dict[Path, str]:
     for recipe in RECIPES:
         name = f"{recipe.model}/{recipe.name}"
         found[HERE / f"{name}.yaml"] = recipe_text(recipe, predicted.get(name))
-    found[PAGE] = TABLES.sub(lambda _: f"\n{tables(predicted)}\n\n", PAGE.read_text())
+    page = written_part("tables").sub(lambda _: f"\n{tables(predicted)}\n\n", PAGE.read_text())
+    found[PAGE] = written_part("prices").sub(lambda _: f"\n{price_table()}\n\n", page)
     return found
 
 

@@ -245,7 +245,7 @@ def train(accelerator, recipe: Recipe, model, optimizer, loader, scheduler, prog
                 raise SystemExit(0)
 
 
-def show_plan(path: Path, recipe: Recipe) -> int:
+def show_plan(path: Path, recipe: Recipe, price_per_hour: float | None) -> int:
     """Runs `neuron-accel plan` with the model and the strategies of a recipe; returns its exit code."""
     from neuron_accel import find_instance
     from neuron_accel.commands import main as neuron_accel
@@ -256,6 +256,11 @@ def show_plan(path: Path, recipe: Recipe) -> int:
         command = ["plan", "--model", recipe.model, "--config", str(config), "--instance", recipe.instance]
         command += ["--world-size", str(recipe.instances * find_instance(recipe.instance).cores())]
         command += ["--global-batch", str(recipe.global_batch), "--sequence", str(recipe.sequence)]
+        command += ["--tokens", f"{recipe.steps * recipe.global_batch * recipe.sequence / 1e6:.6g}M"]
+        listed = Path(__file__).with_name("prices.json")
+        if price_per_hour is None and listed.is_file():
+            price_per_hour = json.loads(listed.read_text()).get(recipe.instance, {}).get("usd_per_hour")
+        command += [] if price_per_hour is None else ["--price-per-hour", str(price_per_hour)]
         return neuron_accel(command)
 
 
@@ -268,7 +273,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of the recipe's")
     parser.add_argument("--seed", type=int, default=1234, help="of everything random (default: 1234)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the family, on the ranks that there are")
-    parser.add_argument("--plan", action="store_true", help="print what a rank needs, and train nothing")
+    parser.add_argument("--plan", action="store_true", help="print memory, time and price, and train nothing")
+    parser.add_argument(
+        "--price-per-hour", type=float, metavar="USD", help="of an instance, with --plan (default: that of prices.json)"
+    )
     return parser.parse_args()
 
 
@@ -276,7 +284,10 @@ def main() -> int:
     options = parse()
     recipe = Recipe.read(options.recipe)
     if options.plan:
-        return show_plan(options.recipe, recipe)
+        recipe = dataclasses.replace(recipe, steps=options.steps or recipe.steps)
+        return show_plan(options.recipe, recipe, options.price_per_hour)
+    if options.price_per_hour is not None:
+        raise RecipeError("--price-per-hour has no effect without --plan: add it, or leave the price out")
     recipe = recipe.tiny(int(os.environ.get("WORLD_SIZE", "1"))) if options.tiny else recipe
     recipe = dataclasses.replace(recipe, steps=options.steps or recipe.steps)
     lora = recipe.options("lora") is not None

@@ -41,7 +41,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("list", "stats", "prune"), help="see above")
-    parser.add_argument("--cache-dir", metavar="PLACE", help="location of the cache (default: from the environment)")
+    parser.add_argument("--cache-dir", metavar="PATH", help="location of the cache (default: from the environment)")
     parser.add_argument("--max-size", metavar="SIZE", help="prune: maximum size of the cache, such as 200GB or 50GiB")
     parser.add_argument("--ttl", metavar="TIME", help="prune: evict entries unused for longer, such as 30d or 12h")
     parser.add_argument("--dry-run", action="store_true", help="prune: print what would be evicted, without evicting")
@@ -64,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> tuple[Any, str]:
-    place = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
-    place = place.removeprefix("file://")
+    given = location_of(os.environ) if args.cache_dir is None else os.path.expanduser(args.cache_dir)
+    place = given.removeprefix("file://")
+    if args.action == "list" and args.cache_dir is None and "://" not in place and not os.path.exists(place):
+        return [], f"{place} does not exist yet; the first training that compiles creates it"
     return {"list": _list, "stats": _stats, "prune": _prune}[args.action](place, args)
 
 

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in GONE:
         _add(parser, name, action=_Gone, help=argparse.SUPPRESS)
     neuron = groups["Trainium"]
-    _add(neuron, "--slurm", metavar="PLACE", help="write Slurm batch files to this file or folder instead of launching")
+    _add(neuron, "--slurm", metavar="PATH", help="write Slurm batch files to this file or folder instead of launching")
     _add(
         neuron,
         "--requeue",

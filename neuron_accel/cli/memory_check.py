@@ -41,7 +41,7 @@ def check_memory(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> s
     instance = find_instance(named) if named else detect_instance()
     if instance is None:
         raise ConfigurationError(
-            "--check-memory compares with the core of an instance, which is not known.", fix="add --instance"
+            "--check-memory needs an instance: it compares the peak with the memory of a core.", fix="add --instance"
         )
     words = [COMMAND, request.target, "--brief", "--instance", instance.name]
     words += [*(["--module"] if request.module else []), *(["--lnc", str(request.lnc)] if request.lnc else [])]

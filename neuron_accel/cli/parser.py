@@ -54,19 +54,19 @@ def _filled(text: str, width: int) -> Iterator[str]:
         lines = paragraph.split("\n")
         if any(line.startswith(" ") for line in lines):
             for line in lines:
-                yield from _line(line, width)
+                yield from _line(line, width, columns=all(len(each) <= width for each in lines))
         else:
             yield from wrap_words(" ".join(lines), width)
         yield ""
 
 
-def _line(line: str, width: int) -> Iterator[str]:
-    """Wraps one line: its columns below each other, and a command continued with backslashes."""
-    if len(line) <= width:
-        yield line
-        return
+def _line(line: str, width: int, columns: bool) -> Iterator[str]:
+    """Wraps one line: its columns beside or below each other, and a command continued with backslashes."""
     indent = re.match(r" *", line).group()  # type: ignore[union-attr]
     first, rest = [*re.split(r" {2,}", line.strip(), maxsplit=1), ""][:2]
+    if len(line) <= width and (columns or not rest or "neuron-accel " not in first):
+        yield line
+        return
     is_command = "neuron-accel " in first
     step = " " * 4
     wrapped = textwrap.wrap(
@@ -149,7 +149,8 @@ class Parser(argparse.ArgumentParser):
             if option.startswith("--") and "_" not in option and action.help is not argparse.SUPPRESS
         ]
         letters = name.lstrip("-").replace("_", "-")
-        near = difflib.get_close_matches(f"--{letters}", options, n=1, cutoff=0.6) if len(letters) > 2 else []
+        near = [option for option in options if sorted(option) == sorted(f"--{letters}")]  # letters in another order
+        near += difflib.get_close_matches(f"--{letters}", options, n=1, cutoff=0.6) if len(letters) > 2 else []
         near += [option for option in options if option.startswith(f"--{letters[:1]}")]
         rest = "" if self.rest is None else " (arguments of a script follow --)"
         return f"unknown option {name}{rest}" + (f"; did you mean {near[0]}?" if near else "")

@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-retries", type=int, default=0, metavar="N", help="retries for a failed graph (default: 0)"
     )
-    parser.add_argument("--cache-dir", metavar="PLACE", help="the compile cache: a folder or s3://bucket/prefix")
+    parser.add_argument("--cache-dir", metavar="PATH", help="the compile cache: a folder or s3://bucket/prefix")
     parser.add_argument("--retry-failed-compilation", action="store_true", help="retry cached failures")
     parser.add_argument("--analyze-output", metavar="DIR", help="analyze: folder for the report")
     parser.add_argument("--analyze-verbosity", type=int, choices=(1, 2), help="analyze: verbosity of the report")

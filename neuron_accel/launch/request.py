@@ -148,7 +148,7 @@ class LaunchRequest:
         None,
         "the compile cache: a folder, in which {host} is replaced by this machine's name, or s3://bucket/prefix",
         group="Trainium",
-        metavar="PLACE",
+        metavar="PATH",
     )
     retry_failed_compilation: bool = _option(False, "retry cached failures", group="Trainium")
     compiler_flags: str = _option("", "compiler flags, added to NEURON_CC_FLAGS", group="Trainium", metavar="TEXT")

@@ -109,9 +109,9 @@ class BlockwiseAttention:
         for each, implementation in zip(found, before, strict=True):
             if implementation not in _STANDARD:
                 raise UsageError(
-                    f"The attention of {type(each).__name__} is {implementation!r} already.",
+                    f"{type(each).__name__} has the attention function {implementation!r} already.",
                     where=where,
-                    why="one model has one attention function",
+                    why="a model has one attention function, and another plugin or the model's author has replaced it",
                     fix="load the model with attn_implementation='eager', and use one plugin that computes attention",
                 )
 

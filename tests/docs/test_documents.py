@@ -48,7 +48,7 @@ def _commands():
         if block.id.startswith("docs/tutorial.md"):
             continue  # test_tutorial.py runs them, in order
         for line in block.values[0].replace("\\\n", " ").splitlines():
-            for part in re.split(r"&&|;|\|", line):
+            for part in re.split(r"&&|;|\|| > ", line):
                 if "neuron-accel " in part and "pip install" not in part:
                     yield pytest.param(part[part.index("neuron-accel ") :].strip(), id=part.strip())
 

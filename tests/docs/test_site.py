@@ -9,10 +9,12 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -64,6 +66,28 @@ def test_errors_are_found_by_their_text(page, site):
         word for word, pages in index["terms"].items() if number in (pages if isinstance(pages, list) else [pages])
     ]
     assert {"errors": "micro", "guides/troubleshooting": "nrt_timeout"}[page] in terms
+
+
+@needs_browser
+def test_the_search_finds_messages_of_errors(site):
+    """As they are printed, with values in the place of gaps: the page that explains them is the first result."""
+    printed = {
+        "A global batch of 6 samples cannot be split evenly": "errors.html",
+        "Data-parallel ranks do not make the same calls": "errors.html",
+        "The optimizer cannot step while the loop writes to the full weights": "errors.html",
+        "NCC_EOOM001": "guides/troubleshooting.html",
+        "NRT_TIMEOUT": "guides/troubleshooting.html",
+    }
+    results = "return [...document.querySelectorAll('#search-results li > a')].map(a => a.getAttribute('href'))"
+    found = {}
+    with browser() as driver:
+        for message in printed:
+            driver.get(f"{(site / 'search.html').as_uri()}?q={quote(message)}")
+            deadline = time.monotonic() + 20
+            while not (first := driver.execute_script(results)[:1]) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            found[message] = first[0].split("#")[0] if first else None
+    assert found == printed
 
 
 @needs_browser

@@ -99,3 +99,45 @@ def test_training_goes_on_without_a_node_that_is_lost(nodes, tmp_path):
     losses = losses_of_one_process()
     assert [line["loss"] for line in found] == pytest.approx([losses[step - 1] for step in steps], rel=1e-4)
     assert Path(found[-1]["checkpoint"]).samefile(checkpoints / f"checkpoint_{STEPS - 1}")
+
+
+FAILS_ONCE = """
+import os, runpy, sys
+from pathlib import Path
+
+script, marker = Path({script!r}), Path({marker!r})
+is_first = not marker.exists()
+sys.path.insert(0, str(script.parent))
+sys.argv = [str(script), *sys.argv[1:], *(["--steps=3"] if is_first else [])]
+try:
+    runpy.run_path(str(script), run_name="__main__")
+finally:
+    if is_first and os.environ["RANK"] == "1":
+        marker.touch()
+        os._exit(3)
+"""
+
+
+def test_a_recipe_continues_on_nodes_of_a_cluster(nodes, tmp_path):
+    """With a launcher on each node; the first start fails after a checkpoint."""
+    cluster, _ = nodes
+    recipes = EXAMPLE.parents[1] / "recipes"
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ONCE.format(script=str(recipes / "train.py"), marker=str(tmp_path / "failed")))
+    command = ["launch_on_ray.py", f"--nnodes={NODES}", "--max-failures=1", "--", "--cpu", "--nproc-per-node=1"]
+    command += [script, "qwen3-8b/pretrain-trn1.32xlarge.yaml", "--tiny", f"--output={tmp_path / 'out'}"]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=recipes,
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        capture_output=True,
+        text=True,
+        timeout=400 * float(os.environ["NEURON_ACCEL_TIMEOUT_FACTOR"]),
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "start 1 of 2 failed: 3" in said
+    assert "continues after step 3" in said
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (result["steps"], len(result["losses"])) == (6, 3)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -202,13 +201,10 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _nearest(wanted: int, legal: Iterable[int]) -> str:
-    """Returns the valid number below and the one above ``wanted``, the nearer first."""
-    around = [
-        max((n for n in legal if 0 < n < wanted), default=None),
-        min((n for n in legal if n > wanted), default=None),
-    ]
-    near = sorted((n for n in around if n is not None), key=lambda n: (abs(math.log(n / wanted)), n))
-    return " or ".join(map(str, near))
+    """Returns the valid number below and the one above ``wanted``."""
+    below = max((n for n in legal if 0 < n < wanted), default=None)
+    above = min((n for n in legal if n > wanted), default=None)
+    return " or ".join(str(n) for n in (below, above) if n is not None)
 
 
 def _listing(numbers: Iterable[int]) -> str:

@@ -208,7 +208,7 @@ def _plugins(plan: Plan) -> list[str]:
         name = plugin.spec.name
         source = plan.provenance.get(name)
         lines.append(f"  {number}. {name}" + (f"  ({source})" if source else ""))
-        lines += _indented(f"place: {plan.reasons.get(f'plugins.{name}', 'not recorded')}")
+        lines += _indented(f"order: {plan.reasons.get(f'plugins.{name}', 'not recorded')}")
         axes = ", ".join(f"{axis.name} {axis.degree}" for axis in plugin.axes())
         lines += _indented(f"axes: {axes}") if axes else []
         options = ", ".join(_options(plugin))

@@ -175,7 +175,7 @@ class Join:
                 for compares in [self._actions[index].compares]
             }
             raise DesyncError(
-                "Ranks announce different actions of a step.",
+                "Ranks perform different actions in a step.",
                 where="; ".join(f"data-parallel rank {position}: {name}" for position, name in names.items()),
                 why="each would wait for the others forever",
                 fix="let every rank run the same loop: the same accumulation, the same number of steps per batch",

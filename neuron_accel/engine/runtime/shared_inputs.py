@@ -145,7 +145,7 @@ class SharedInputs:
     def _refuse_gradients(self, rank: int, other: int) -> None:
         group = self._run.group(*self._run.mesh.model_axes)
         raise DesyncError(
-            f"Rank {rank} has made a step with other gradients than rank {other} of parameters that both hold in full.",
+            f"Ranks {rank} and {other} stepped with different gradients of parameters that both hold in full.",
             where=f"one of the last {EVERY} steps, ranks {list(group.ranks)} of group {group.name!r}",
             why="each has changed its gradients by itself, for example clipped them by a norm of `parameter.grad`, "
             "which is that of its own shards; the copies of a weight drift apart",

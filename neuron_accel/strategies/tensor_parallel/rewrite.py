@@ -67,7 +67,7 @@ def _replica_groups(splits: dict[str, HeadSplit], run: Run) -> dict[int, Group]:
     return {
         count: run.backend.new_group(
             [group[start : start + count] for group in groups for start in range(0, len(group), count)],
-            f"{AXIS}, the same heads",
+            f"{AXIS} (same heads)",
         )
         for count in counts
     }

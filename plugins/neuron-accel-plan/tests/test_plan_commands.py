@@ -59,11 +59,11 @@ def test_examples_parse_and_options_are_explained(name):
     [
         ("--world-size 8 --best 3", ["--best would be without effect", "--instances"]),
         ("--world-size 8 --write out.yaml --jobs 2", ["--jobs, --write would be without effect"]),
-        ("--world-size 8 --price-per-hour 3", ["--price-per-hour is that of an instance", "--instance"]),
+        ("--world-size 8 --price-per-hour 3", ["--price-per-hour needs an instance", "--instance"]),
         ("--world-size 8 --instance trn1.32xlarge --price-per-hour -3", ["--price-per-hour is -3", "above 0"]),
         ("--instances 1 --instance trn1.32xlarge --price-per-hour 0", ["--price-per-hour is 0", "above 0"]),
         ("--instances 1 --instance trn1.32xlarge --best 0", ["--best is 0", "at least 1"]),
-        ("--instances 1 --instance trn1.32xlarge --schedule gpipe", ["--schedule", "name one"]),
+        ("--instances 1 --instance trn1.32xlarge --schedule gpipe", ["--schedule", "would fix one"]),
     ],
 )
 def test_no_option_is_without_effect(options, words, tmp_path, capsys, monkeypatch):

@@ -77,7 +77,7 @@ def test_predictions_are_those_of_today(run):
 
 
 @pytest.mark.parametrize(
-    ("instance", "said"), [("trn1.32xlarge", "calibrate this; "), ("trn2.48xlarge", "unknown, no")]
+    ("instance", "said"), [("trn1.32xlarge", "other published runs are inside"), ("trn2.48xlarge", "unknown, no")]
 )
 def test_plan_says_which_interval_is_which(instance, said, capsys):
     model = ["plan", "--model", "llama-3.2-1b", "--world-size", "8", "--global-batch", "8", "--sequence", "512"]

@@ -39,7 +39,7 @@ def entry(label: str = "tp2 x dp2 <best>", gib: int = 1, seconds: float = 2.0) -
         seconds=seconds,
         low=seconds / 2,
         high=2 * seconds,
-        parts={"matrix products": seconds - 0.5, "waiting for tp": 0.5},
+        parts={"matrix products": seconds - 0.5, "exposed communication, tp": 0.5},
         sources={"overlap": "assumed (a test)"},
         spans=(
             Span("compute", "forward", 0.0, 1.0),
@@ -103,7 +103,7 @@ def test_a_page_is_well_formed_and_needs_nothing_else():
     spans = [title.text for title in timeline.iter("title")]
     assert "forward, 0 ms to 1.2 s" in spans  # neighbours of one kind are one
     assert "all_reduce tp, 500 ms to 1.5 s" in spans
-    assert "time of the step: waiting for tp" in [title.text for title in parts.iter("title")]
+    assert "time of the step: exposed communication, tp" in [title.text for title in parts.iter("title")]
     labels = [text.text for text in traffic.iter("text")]
     assert {"tp (2 ranks)", "30.0 MiB", "dp (2 ranks)"} <= set(labels)
     assert not any("pp" in label for label in labels)
@@ -114,7 +114,9 @@ def test_a_page_is_well_formed_and_needs_nothing_else():
 def test_the_page_has_both_intervals_of_a_time():
     first = entry()
     known = html_report([replace(first, published=interval_of(first.counted, first.time))])
-    assert re.search(r"by published runs.*between .* in 80% of runs like the 3 of dense models", known, re.DOTALL)
+    assert re.search(
+        r"by published runs.*between .* for 80% of runs, calibrated on 3 runs of dense models", known, re.DOTALL
+    )
     elsewhere = replace(first.counted, instance="trn2.48xlarge")
     unknown = html_report([replace(first, published=interval_of(elsewhere, first.time))])
     assert re.search(r"by published runs.*unknown, ", unknown, re.DOTALL)

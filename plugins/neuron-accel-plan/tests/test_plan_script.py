@@ -319,7 +319,10 @@ def test_the_error_of_a_script_names_the_values_that_it_has_read(script, capsys)
         (["SCRIPT", "--nproc-per-node", "2", "--instance", "trn2.48xlarge", "--lnc", "1"], "--lnc has no effect"),
         ([], "name a training script, or pass --model"),
         (["--model", "x", "--world-size", "2"], "--global-batch and --sequence"),
-        (["--model", "x", "--global-batch", "2", "--sequence", "2", "--steps", "1"], "--steps belong to a script"),
+        (
+            ["--model", "x", "--global-batch", "2", "--sequence", "2", "--steps", "1"],
+            "--steps can be given with a script only",
+        ),
         (["--world-size", "2", "--", "--epochs"], "no script to pass --epochs to"),
     ],
 )

@@ -56,7 +56,9 @@ def test_a_step_is_its_kernels_and_what_it_waits_for():
     assert hidden.seconds == pytest.approx(11)
     assert hidden.parts == pytest.approx({"fixed cost of kernels": 1, "matrix products": 10})
     short = predict_time(counted(start, work(SUM, phase="backward"), wait), machine())
-    assert short.parts == pytest.approx({"fixed cost of kernels": 0.5, "other kernels": 3, "waiting for dp": 4.5})
+    assert short.parts == pytest.approx(
+        {"fixed cost of kernels": 0.5, "other kernels": 3, "exposed communication, dp": 4.5}
+    )
     assert short.seconds == short.low == short.high == pytest.approx(8)
     assert [(span.lane, span.start, span.end) for span in short.spans] == [
         ("communication", 0, 8),

@@ -74,7 +74,7 @@ def test_predicted_traffic_is_beside_that_which_is_seen(tmp_path, capsys):
     assert "<td>1 B</td><td>6.00 MiB</td><td>differs</td>" in text
     assert "tp, predicted</div>" in text
     without = page([summarise(write_run(tmp_path / "other", predicted=None))])
-    assert "tp, seen</div>" in without
+    assert "tp, measured</div>" in without
     assert "tp, predicted</div>" not in without
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -98,14 +100,39 @@ def test_models_are_those_that_the_planner_knows_by_name():
         assert {key: getattr(config, key) for key in known[name]} == known[name], name
 
 
-def test_a_recipe_is_counted():
+def test_from_the_front_page_to_a_recipe_that_is_planned_and_trained(tmp_path):
+    """What the page of recipes, to which the front pages lead, tells a newcomer to type."""
     pytest.importorskip("neuron_accel_plan", reason="neuron-accel-plan is not installed")
-    pytest.importorskip("neuron_accel_lora", reason="neuron-accel-lora is not installed")
-    recipe = FOLDER / "gemma-3-1b" / "lora-trn1.32xlarge.yaml"
-    command = [sys.executable, str(FOLDER / "train.py"), str(recipe), "--plan"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    root = FOLDER.parents[1]
+    assert all("recipes.md)" in (root / page).read_text() for page in ("README.md", "docs/index.md"))
+    page = (root / "docs" / "recipes.md").read_text()
+    (block,) = re.findall(r"## Try one in ten minutes\n.*?```console\n(.*?)```", page, re.DOTALL)
+    install, enter, plan, launch = block.replace("\\\n", " ").splitlines()
+    assert (install.split()[0], enter) == ("pip", "cd examples/recipes")
+    planned = typed(plan)
+    assert "predicted time of a step: " in planned
+    assert " USD" in planned
+    assert "fits: " in planned.splitlines()[-1]
+    trained = typed(f"{launch} --output={tmp_path}")
+    assert "tokens/s, loss" in trained
+    assert_loads(tmp_path / "model", "Qwen3ForCausalLM")
+
+
+def typed(command):
+    """Runs a command of the page; returns what it prints."""
+    program, *words = shlex.split(command)
+    programs = {"python": [sys.executable], "neuron-accel": [sys.executable, "-m", "neuron_accel.cli.main"]}
+    done = subprocess.run(
+        [*programs[program], *words], cwd=FOLDER, capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert "fits: " in done.stdout.splitlines()[-1]
+    return done.stdout
+
+
+def assert_loads(folder, name):
+    from transformers import AutoModelForCausalLM
+
+    assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ == name
 
 
 def train(recipe, arguments, ranks):

@@ -60,12 +60,12 @@ def test_every_option_is_listed_once_and_explained(name, capsys):
 
 
 def test_examples_that_are_too_long_go_on_as_in_a_shell():
-    text = "examples:\n  neuron-accel launch " + "--option value " * 8 + "  and why\n  short    fits"
+    text = "examples:\n  neuron-accel launch " + "--option value " * 8 + "  and why\n  neuron-accel env    fits"
     lines = HelpFormatter("neuron-accel", width=60)._fill_text(text, 60, "").splitlines()
     assert max(map(len, lines)) <= 60
     command = " ".join(line.rstrip("\\").strip() for line in lines[1 : lines.index("      and why")])
     assert command == "neuron-accel launch " + "--option value " * 7 + "--option value"
-    assert "  short    fits" in lines
+    assert lines[-2:] == ["  neuron-accel env", "      fits"]  # as the others of the list
 
 
 # ---- wrong usage -----------------------------------------------------------------------------------------------------
@@ -76,6 +76,7 @@ def test_examples_that_are_too_long_go_on_as_in_a_shell():
         ("launch --nproc_per_nod=2 t.py", "unknown option --nproc_per_nod; did you mean --nproc-per-node?"),
         ("launch -n 2 t.py", "unknown option -n; did you mean --nproc-per-node?"),
         ("launch --dry-rum", "unknown option --dry-rum; did you mean --dry-run?"),
+        ("launch --dry-rnu", "unknown option --dry-rnu; did you mean --dry-run?"),
         ("launch", "the following arguments are required: script"),
         ("launch --nproc-per-node x t.py", "'x' is neither a number nor 'auto'"),
         ("precompile --max-step 3 -- train", "did you mean --max-steps?"),
@@ -143,7 +144,7 @@ def test_an_unknown_command(word, near, capsys):
         ("schedule --stages 99999 --microbatches 99999", "are too many to draw", "--pipeline-parallel-size"),
         ("schedule --schedule interleaved", "with --virtual-stages 1 is 1F1B", "--virtual-stages"),
         ("schedule --virtual-stages 3", "runs one stage on each rank", "--virtual-stages"),
-        ("schedule --pipeline-parallel-size 0", "--pipeline-parallel-size is 0", "--schedule"),
+        ("schedule --pipeline-parallel-size 0", "--pipeline-parallel-size is 0", None),
         (
             "schedule --schedule interleaved --virtual-stages 2 --num-microbatches 6",
             "cannot run 6",

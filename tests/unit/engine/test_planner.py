@@ -529,7 +529,7 @@ def test_explain():
         "2. tensor (tensor-dist 1.0)",
         "axes: tp 2",
         "options: all at their defaults",
-        "place: phase gradients",
+        "order: phase gradients",
         "gradient_reduction reducer owns it by default; no other plugin claims it",
         "backward - autograd (default)",
         f"Fingerprint {plan.fingerprint()[:16]}",

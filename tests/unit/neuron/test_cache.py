@@ -232,6 +232,14 @@ def test_what_the_command_refuses(cache, capsys, monkeypatch, arguments, words):
     assert words in capsys.readouterr().err
 
 
+def test_the_list_of_a_cache_that_no_job_has_made_is_empty(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "none"))
+    assert main(["cache", "list"]) == 0
+    assert "does not exist yet" in capsys.readouterr().out
+    assert main(["cache", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may change everything")
 def test_a_cache_that_may_not_be_changed(cache):
     (folder,) = cache.iterdir()

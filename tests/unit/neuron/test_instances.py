@@ -144,10 +144,10 @@ def test_the_machine_says_what_it_is(tmp_path, content, name):
         ("trn1.2xlarge", None, [1, 2], 4, "start 2 ranks"),
         ("trn1.32xlarge", None, [1, 2, 8, 32, 64, 320], 4, "start 2 or 8 ranks"),
         ("trn1.32xlarge", None, [32], 16, "start 8 or 32 ranks"),
-        ("trn1n.32xlarge", None, [64], 48, "start 64 or 32 ranks"),
+        ("trn1n.32xlarge", None, [64], 48, "start 32 or 64 ranks"),
         ("trn2.48xlarge", None, [1, 2, 4, 8, 16, 32, 64, 128], 65, "start 64 or 128 ranks"),
-        ("trn2.48xlarge", 1, [128, 256], 96, "start 128 or 64 ranks"),
-        ("trn2.3xlarge", None, [1, 2, 4, 8], 3, "start 4 or 2 ranks"),
+        ("trn2.48xlarge", 1, [128, 256], 96, "start 64 or 128 ranks"),
+        ("trn2.3xlarge", None, [1, 2, 4, 8], 3, "start 2 or 4 ranks"),
         ("trn3-gen1-ultraserver", None, [64, 96, 256], 40, "start 32 or 64 ranks"),
     ],
 )
@@ -200,7 +200,7 @@ def test_groups_between_hosts_are_alike_on_each():
     hardware.check_mesh(mesh(192, cp=4, tp=8))
     with pytest.raises(PlanError, match="unevenly") as caught:
         hardware.check_mesh(mesh(192, cp=3, tp=8))
-    assert caught.value.fix == "choose degree 4 or 2"
+    assert caught.value.fix == "choose degree 2 or 4"
     assert "'cp' of degree 3" in caught.value.what
 
 

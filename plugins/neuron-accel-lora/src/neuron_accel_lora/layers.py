@@ -87,7 +87,7 @@ class _ReplicaGroups:
                 for group in self._run.mesh.groups(cut.axis)
                 for start in range(0, len(group), cut.replicas)
             ]
-            self._made[key] = self._run.backend.new_group(parts, f"{cut.axis}, the same adapters")
+            self._made[key] = self._run.backend.new_group(parts, f"{cut.axis} (same adapters)")
         return self._made[key]
 
 

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cpu", action="store_true", help="use the CPU even if there are accelerators")
     parser.add_argument(
+        "-o",
         "--output",
         type=Path,
         default=Path("machine.yaml"),

@@ -18,8 +18,8 @@ from neuron_accel.commands import format_bytes, format_seconds, show, terminal_w
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
 
 DESCRIPTION = """\
-Ask what is trained, on what and where, search the layout with the shortest predicted time that fits, and write a folder
-with everything that a training needs: what `accelerate config` is to its users.
+Ask for the model, the data and the machine, search the layout that fits and has the shortest predicted time, and write
+a folder with everything that a training needs:
 
   train.yaml          the layout, for NeuronAccelerator(config=...)
   train.py            an ordinary Accelerate loop, which is yours to change
@@ -63,12 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--global-batch", type=int, metavar="N", help="samples in a step, over all ranks")
     asked.add_argument("--sequence", type=int, metavar="N", help="tokens in a sample (default: at most 4096)")
     asked.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: 1000)")
-    how = parser.add_argument_group("how")
-    how.add_argument("--tokenizer", metavar="NAME", help="its folder or name (default: that of the model, else bytes)")
+    how = parser.add_argument_group("how it is done")
+    how.add_argument(
+        "--tokenizer", metavar="NAME", help="folder or name of the tokenizer (default: that of the model, else bytes)"
+    )
     how.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="the folder (default: this one)")
     how.add_argument("--jobs", type=int, metavar="N", help="processes of the search (default: all cores)")
     how.add_argument("--overwrite", action="store_true", help="replace files that exist")
-    how.add_argument("--yes", "-y", action="store_true", help="ask nothing: options and defaults")
+    how.add_argument("-y", "--yes", action="store_true", help="ask nothing, and take the defaults")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,7 +141,9 @@ def _asked(question: _Question, default: Any) -> Any:
             typed = input(f"{question.text} [{default}]: ").strip()
             return question.read(typed or str(default))
         except EOFError:
-            raise ConfigurationError("There are no more answers.", fix="pass --yes for the defaults") from None
+            raise ConfigurationError(
+                "The input ended before all questions were answered.", fix="pass --yes for the defaults"
+            ) from None
         except ConfigurationError as error:
             show(str(error), sys.stderr)
 

@@ -61,14 +61,15 @@ data-parallel replica. Ranks that are left over by tensor parallelism are data-p
 
 With a training script instead of a model, the unchanged script is dry-run up to the end of its second optimizer step,
 and that step is counted. Its arguments follow --. It runs as one rank of --nproc-per-node x --nnodes; what it prints
-goes to stderr, and files that it writes until then are written. Values that it reads (loss.item()) are zeros.
+goes to stderr, and it really writes its files. Values that it reads (loss.item()) are zeros.
 
 Memory is that of the tensors which are alive at the peak of a step. What the runtime, compiled graphs and collectives
 take is not counted: 10% of a core are reserved for it (--reserve), which is an assumption. Of the stages of a pipeline,
 the one with the most memory is shown. Autocast (mixed_precision) is refused.
 
-With an instance or a calibration (see `neuron-accel calibrate`) the time of a step is predicted, as an interval: that
-of public constants, of which the share a training achieves is assumed, or of measured ones.
+With an instance or a calibration (see `neuron-accel calibrate`) the time of a step is predicted, as an interval. The
+constants of instances are public; which fraction of them a training reaches is assumed. Those of a calibration are
+measured.
 
 With --instances, all layouts that the installed plugins support are searched for those with the shortest predicted
 time: what does not fit is ruled out, and what is slower by a bound is not counted. That takes a minute or more, on all
@@ -88,6 +89,7 @@ examples:
 """
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 """Those of PipelineParallelPlugin, whose module would import torch."""
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
 RECOMPUTED = ("blocks", "attention", "core_attention")
 """What ActivationCheckpointingPlugin recomputes by name."""
 
@@ -120,7 +122,7 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument(
         "--model",
         metavar="MODEL",
-        help="a name such as llama-3.1-8b, one of the hub's cache, or a config.json's folder",
+        help="a known name such as llama-3.1-8b, a name in the hub's cache, or a folder with a config.json",
     )
     what.add_argument("--instances", type=int, metavar="N", help="number of instances, to search layouts on all cores")
     what.add_argument("--global-batch", type=int, metavar="N", help="samples in a step, over all ranks")
@@ -128,10 +130,15 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument(
         "--accumulation", type=int, metavar="N", help="micro-batches in a step (default: the fewest that fit)"
     )
-    what.add_argument("--dtype", help="of the weights: bfloat16 (default) or float32")
+    what.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help="dtype of the weights: bf16 (default) or fp32, also bfloat16 or float32",
+    )
     script = parser.add_argument_group("with a script")
     script.add_argument("--module", "-m", action="store_true", help="the script is a module name")
-    script.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of a machine, as of launch")
+    script.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks on a machine, as for launch")
     script.add_argument("--nnodes", type=int, metavar="N", help="number of machines (default: 1)")
     script.add_argument("--steps", type=int, metavar="N", help="the optimizer step that is counted (default: 2)")
     how = parser.add_argument_group("layout")
@@ -140,16 +147,17 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument(
         "--sequence-parallel", action="store_true", help="shard activations between layers over these ranks"
     )
-    how.add_argument(
-        "--zero-1", dest="zero1", action="store_true", help="shard masters and optimizer state over replicas"
-    )
+    how.add_argument("--zero-1", dest="zero1", action="store_true", help="shard master weights and optimizer state")
     how.add_argument("--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of a pipeline")
-    how.add_argument("--num-microbatches", type=int, metavar="N", help="micro-batches of a pipeline's batch")
+    how.add_argument("--num-microbatches", type=int, metavar="N", help="micro-batches in a batch of a pipeline")
     how.add_argument(
-        "--schedule", choices=SCHEDULES, metavar="NAME", help=f"of the pipeline: {', '.join(SCHEDULES)} (default: 1f1b)"
+        "--schedule",
+        choices=SCHEDULES,
+        metavar="NAME",
+        help=f"schedule of the pipeline: {', '.join(SCHEDULES)} (default: 1f1b)",
     )
     how.add_argument("--virtual-stages", type=int, metavar="N", help="stages on each rank, for --schedule interleaved")
-    how.add_argument("--fully-sharded", action="store_true", help="shard weights, gradients and state over replicas")
+    how.add_argument("--fully-sharded", action="store_true", help="shard weights, gradients and optimizer state")
     how.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="ranks that share a sequence")
     how.add_argument("--expert-parallel-size", type=int, default=1, metavar="N", help="ranks that share experts")
     how.add_argument(
@@ -160,33 +168,41 @@ def add_arguments(parser: Parser) -> None:
         metavar="WHAT",
         help=f"recompute in the backward pass: {', '.join(RECOMPUTED)} (default: {RECOMPUTED[0]})",
     )
-    how.add_argument("--chunked-loss", action="store_true", help="logits and loss for a part of the tokens at a time")
-    how.add_argument("--flash-attention", action="store_true", help="attention without a full matrix of scores")
+    how.add_argument(
+        "--chunked-loss", action="store_true", help="compute logits and loss for a chunk of tokens at a time"
+    )
+    how.add_argument("--flash-attention", action="store_true", help="compute attention without a full matrix of scores")
     where = parser.add_argument_group("where, and output")
     where.add_argument("--world-size", type=int, metavar="N", help="number of ranks (cores), to count one layout")
-    where.add_argument("--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge: limits, core memory")
+    where.add_argument("--instance", metavar="TYPE", help="instance type, such as trn1.32xlarge")
     where.add_argument(
-        "--reserve", metavar="SIZE", help="of a core, for what is not counted: 1.5GiB, 5%% (default: 10%%)"
+        "--reserve",
+        metavar="SIZE",
+        help="memory of a core that is left for what is not counted: 1.5GiB, 5%% (default: 10%%)",
     )
     where.add_argument(
         "--calibration", type=Path, metavar="FILE", help="constants of neuron-accel calibrate, to predict time with"
     )
     where.add_argument(
-        "--rank", type=int, metavar="N", help="the rank that is counted (default: fullest; of a script 0)"
+        "--rank", type=int, metavar="N", help="rank to count (default: the one with the most memory; of a script, 0)"
     )
     where.add_argument("--full-depth", action="store_true", help="run every block instead of extrapolating")
     where.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures, for a browser")
     where.add_argument("--json", action="store_true", help="print JSON: bytes, messages and operations")
     script.add_argument("--brief", action="store_true", help="print only whether a rank fits a core of the instance")
-    script.add_argument("--lnc", type=int, metavar="N", help="physical cores in a logical one, with --brief")
+    script.add_argument("--lnc", type=int, metavar="N", help="physical cores per logical core, with --brief")
     search = parser.add_argument_group("search, with --instances")
     search.add_argument("--best", type=int, metavar="N", help="layouts to find (default: 10)")
     search.add_argument("--jobs", type=int, metavar="N", help="processes (default: all cores)")
     search.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the fastest layout")
-    where.add_argument("--price-per-hour", type=float, metavar="USD", help="of an instance, for the price of tokens")
-    where.add_argument("--tokens", metavar="N", help="of the training (2T, 100B): print its hours and price")
-    where.add_argument("--finish-in", metavar="TIME", help="whether --tokens take at most so long: 12h, 3d, 2w")
-    where.add_argument("--budget", type=float, metavar="USD", help="whether they cost at most so much")
+    where.add_argument(
+        "--price-per-hour", type=float, metavar="USD", help="price of an instance; also print that of a million tokens"
+    )
+    where.add_argument(
+        "--tokens", metavar="N", help="tokens of the training (2T, 100B); also print its hours and price"
+    )
+    where.add_argument("--finish-in", metavar="TIME", help="longest time for --tokens: 12h, 3d, 2w")
+    where.add_argument("--budget", type=float, metavar="USD", help="highest price of --tokens")
     where.add_argument(
         "--why", action="store_true", help="also print the constants of the time, and why other layouts are not chosen"
     )
@@ -314,9 +330,10 @@ def _check_model(args: argparse.Namespace) -> None:
     given = [name for name in _OF_A_SCRIPT if getattr(args, name)]
     if given:
         raise ConfigurationError(
-            f"{', '.join(map(_option, given))} belong to a script.", fix="pass --world-size for the number of ranks"
+            f"{', '.join(map(_option, given))} can be given with a script only.",
+            fix="pass --world-size for the number of ranks",
         )
-    args.dtype = args.dtype or "bfloat16"
+    args.dtype = DTYPES[args.dtype or "bf16"]
 
 
 def _check_price(args: argparse.Namespace) -> None:
@@ -327,7 +344,7 @@ def _check_price(args: argparse.Namespace) -> None:
             f"--price-per-hour is {args.price_per_hour:g}.", fix="pass a price above 0, in US dollars"
         )
     if args.instance is None:
-        raise ConfigurationError("--price-per-hour is that of an instance.", fix="add --instance, or leave it out")
+        raise ConfigurationError("--price-per-hour needs an instance.", fix="add --instance, or leave it out")
 
 
 def _limits(args: argparse.Namespace) -> Limits | None:
@@ -389,7 +406,9 @@ def _count_script(args: argparse.Namespace) -> int:
             fix="leave --world-size out",
         )
     if args.instance is None and (args.brief or args.lnc is not None):
-        raise ConfigurationError("--brief compares with a core, which is not known.", fix="add --instance")
+        raise ConfigurationError(
+            "--brief needs an instance: it compares the peak with the memory of a core.", fix="add --instance"
+        )
     if args.lnc is not None and not args.brief:
         raise ConfigurationError("--lnc has no effect without --brief.", fix="add --brief, or leave it out")
     try:
@@ -627,7 +646,7 @@ def _check_layout(args: argparse.Namespace, what: str) -> None:
     if given:
         options = ", ".join(map(_option, given))
         raise ConfigurationError(
-            f"{what}, and {options} name one.",
+            f"{what}, and {options} would fix one.",
             fix="give --world-size instead to count it, or leave the others out",
         )
     if args.instance is None:

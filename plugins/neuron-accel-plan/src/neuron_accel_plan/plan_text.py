@@ -150,8 +150,8 @@ def published_text(interval: Interval) -> str:
     tested, inside = len(interval.comparison.tested), interval.comparison.inside
     bounds = f"{_duration(interval.low)} and {_duration(interval.high)}"
     return (
-        f"between {bounds}, in {LEVEL:.0%} of runs like the {CALIBRATING} of dense models that calibrate this; "
-        f"{inside} of {tested} others are inside"
+        f"between {bounds} for {LEVEL:.0%} of runs, calibrated on {CALIBRATING} runs of dense models; {inside} of "
+        f"{tested} other published runs are inside"
     )
 
 

@@ -6,6 +6,7 @@ The page is one file, with pictures as inline SVG and without scripts: it needs 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,8 +73,8 @@ def html_report(entries: Sequence[Entry]) -> str:
     if counted.passes:
         body += ["<h2>The stages of the pipeline</h2>", _stages(counted)]
     body += ["<h2>Sent by a rank in a step</h2>", _traffic(counted)]
-    body.append("<h2>Time against memory</h2>")
-    body.append(_frontier(entries))
+    if len(entries) > 1:
+        body += ["<h2>Time against memory</h2>", _frontier(entries)]
     if time is not None:
         rows = [(what, source) for what, source in time.sources.items()]
         body += ["<h2>Constants of the prediction</h2>", pairs(rows)]
@@ -259,6 +260,13 @@ def _traffic(counted: LayoutCount) -> str:
     return _bars(sorted(rows, key=lambda row: -sum(row[1].values())), names, "traffic by axis")
 
 
+def _ticks(most: float, base: int) -> list[float]:
+    """At most five round numbers up to ``most``: multiples of a power of ``base``."""
+    step = float(base) ** math.floor(math.log(most / 5, base))
+    step *= next(times for times in (1, 2, 5, 10) if most / (step * times) <= 5)
+    return [step * number for number in range(1, int(most / step) + 1)]
+
+
 def _frontier(entries: Sequence[Entry]) -> str:
     """Layouts by memory and time; the Pareto-optimal ones are joined by a line."""
     points = [(e.counted.step.peak.total, e.time.seconds, e) for e in entries if e.time is not None]
@@ -274,12 +282,10 @@ def _frontier(entries: Sequence[Entry]) -> str:
     left, right = place(0, 0)[0], place(most, 0)[0]
     found = [f'<path d="M{left:.1f} 10V{bottom}H{right:.1f}" stroke="var(--grey)" fill="none"/>']
     found += [_text(right, bottom + 30, "memory of a rank", "end"), _text(left + 6, 18, "time of a step")]
-    for share in (0.25, 0.5, 0.75, 1.0):
-        x, y = place(share * most, share * slowest)
-        found += [
-            _text(x, bottom + 16, format_bytes(share * most), "middle"),
-            _text(left - 6, y + 4, format_seconds(share * slowest), "end"),
-        ]
+    for memory in _ticks(most, 2):
+        found.append(_text(place(memory, 0)[0], bottom + 16, format_bytes(memory), "middle"))
+    for seconds in _ticks(slowest, 10):
+        found.append(_text(left - 6, place(0, seconds)[1] + 4, format_seconds(seconds), "end"))
     core = entries[0].counted.core_bytes
     if core:
         x = place(core, 0)[0]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PRODUCTS = "matrix products"
 OTHERS = "other kernels"
 FIXED = "fixed cost of kernels"
-WAITING = "waiting for"
+WAITING = "exposed communication,"
 BUBBLE = "bubble"
 
 PASSES = ("forward", "backward")

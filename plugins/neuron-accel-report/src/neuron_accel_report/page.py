@@ -227,12 +227,28 @@ def memory_parts(run: RunSummary) -> dict[str, int]:
         return {}
     memory = run.memory[2]
     parts = {name: size for name in _OBJECTS if (size := getattr(memory, name)) is not None}
-    device = memory.device_peak if memory.device_peak is not None else memory.device
-    total = device if device is not None else memory.host
-    rest = "activations and other tensors" if device is not None else "the rest of the process"
-    if total is not None and total > sum(parts.values()):
-        parts[rest] = total - sum(parts.values())
+    device = _of_device(run)
+    if device is not None and device > sum(parts.values()):
+        parts["activations and other tensors"] = device - sum(parts.values())
     return parts
+
+
+def _of_device(run: RunSummary) -> int | None:
+    """Bytes of the device on the rank with the most memory, where they are counted."""
+    if run.memory is None:
+        return None
+    memory = run.memory[2]
+    return memory.device_peak if memory.device_peak is not None else memory.device
+
+
+def _most_memory(run: RunSummary) -> str | None:
+    """The most memory of a rank: of the device, or resident memory of the process."""
+    if run.memory is None:
+        return None
+    device, host = _of_device(run), run.memory[2].host
+    if device is not None:
+        return f"{format_bytes(device)} of the device, on rank {run.memory[0]}"
+    return None if host is None else f"{format_bytes(host)} of the process, on rank {run.memory[0]}"
 
 
 def _memory(made: _Page, runs: Sequence[RunSummary]) -> None:
@@ -263,7 +279,7 @@ def _memory(made: _Page, runs: Sequence[RunSummary]) -> None:
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------
 def traffic_rows(rows: Sequence[TrafficRow]) -> list[list[str]]:
-    """Cells of a table: group, collective, calls and bytes as predicted and as seen, and whether these are equal."""
+    """Cells of a table: group, collective, calls and bytes, predicted and measured, and whether these are equal."""
     verdicts = {None: "-", True: "equal", False: "differs"}
     return [
         [
@@ -279,7 +295,7 @@ def traffic_rows(rows: Sequence[TrafficRow]) -> list[list[str]]:
     ]
 
 
-TRAFFIC_HEAD = ("axes", "collective", "calls predicted", "seen", "bytes predicted", "seen", "")
+TRAFFIC_HEAD = ("axes", "collective", "calls predicted", "calls measured", "bytes predicted", "bytes measured", "")
 
 
 def _traffic(made: _Page, runs: Sequence[RunSummary]) -> None:
@@ -296,8 +312,8 @@ def _traffic(made: _Page, runs: Sequence[RunSummary]) -> None:
             if any(row.predicted_bytes is not None for row in rows):
                 predicted = {row.op: float(row.predicted_bytes or 0) for row in rows}
                 bars.append((f"{before}{group}, predicted", predicted, format_bytes(sum(predicted.values()))))
-            seen = {row.op: float(row.bytes) for row in rows}
-            bars.append((f"{before}{group}, seen", seen, format_bytes(sum(seen.values()))))
+            measured = {row.op: float(row.bytes) for row in rows}
+            bars.append((f"{before}{group}, measured", measured, format_bytes(sum(measured.values()))))
     made.parts += [_legend(ops), _bars(bars, ops)]
     for run in runs:
         if run.traffic:
@@ -332,7 +348,7 @@ def delay_rows(delays: Sequence[Straggler]) -> list[list[str]]:
     return [[f"{each.step:,}", str(each.rank), format_seconds(each.seconds), each.part] for each in delays]
 
 
-LATE_HEAD = ("rank", "host", "place", "late in steps", "in all", "mostly in", "worst")
+LATE_HEAD = ("rank", "host", "mesh", "late in steps", "total", "mostly in", "worst")
 
 
 def _ranks(made: _Page, runs: Sequence[RunSummary]) -> None:
@@ -399,9 +415,6 @@ def facts(runs: Sequence[RunSummary]) -> list[list[str]]:
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in header.mesh.items() if degree > 1)
         seconds = run.mean("seconds")
         losses = None if run.first_loss is None else f"{run.first_loss:.5g} to {run.last_loss:.5g}"
-        peak = (
-            None if run.memory is None else f"{format_bytes(sum(memory_parts(run).values()))} on rank {run.memory[0]}"
-        )
         compiled = None
         if run.compilations is not None:
             last = "" if run.compiled_in is None else f", the last in step {run.compiled_in}"
@@ -426,7 +439,7 @@ def facts(runs: Sequence[RunSummary]) -> list[list[str]]:
             "tokens/s of a rank": _number(run.mean("tokens")),
             "samples/s of a rank": _number(run.mean("samples")),
             "utilisation (MFU)": None if (mfu := run.mean("mfu")) is None else f"{mfu:.1%}",
-            "most memory": peak,
+            "most memory": _most_memory(run),
             "compilations": compiled,
             "late ranks": _late(run) if len(run.headers) > 1 else None,
         }
@@ -442,7 +455,8 @@ def _number(value: float | None) -> str | None:
 def _late(run: RunSummary) -> str:
     if not run.late:
         return "none"
-    first = run.late[0]
+    first, others = run.late[0], len(run.late) - 1
     steps = "1 step" if first.steps == 1 else f"{first.steps:,} steps"
-    more = f", and {len(run.late) - 1} more" if len(run.late) > 1 else ""
-    return f"rank {first.rank} in {steps}, worst in step {first.worst.step} ({first.worst.part}){more}"
+    more = f"; also {others} other rank{'s' * (others > 1)}" if others else ""
+    total, most = format_seconds(first.seconds), format_seconds(first.worst.seconds)
+    return f"rank {first.rank} by {total} in {steps}, at most {most}{more}"

@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="folder that the plugin run_report has written"
     )
     parser.add_argument(
-        "--output", "-o", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
     )
-    parser.add_argument("--text", action="store_true", help="write no page")
-    parser.add_argument("--quiet", "-q", action="store_true", help="print nothing but errors")
+    parser.add_argument("--text", action="store_true", help="print the summary only, and write no page")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,7 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", metavar="FROM:TO", help="steps from FROM up to, but not including TO; or one number (default: all)"
     )
-    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write (trace.json)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="file to write (default: trace.json)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
