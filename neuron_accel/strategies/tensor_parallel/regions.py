@@ -44,7 +44,7 @@ class Dropouts:
 
 
 class _Region:
-    def __init__(self, module: nn.Module, tp_region: TpRegion, inputs: tuple[str, ...]) -> None:
+    def __init__(self, module: nn.Module, tp_region: TpRegion, inputs: tuple[str, ...] = ()) -> None:
         self._tp_region, self._dropouts, self._inputs = tp_region, Dropouts([module]), inputs
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -174,7 +174,7 @@ def assert_same(mine, theirs, tolerance=2e-4, atol=0.0):
         for name in ours:
             assert math.isclose(ours[name], others[name], rel_tol=tolerance), (name, ours, others)
     if theirs["train_loss"] is not None and mine["train_loss"] is not None:
-        assert math.isclose(mine["train_loss"], theirs["train_loss"], rel_tol=tolerance)
+        assert math.isclose(mine["train_loss"], theirs["train_loss"], rel_tol=tolerance, abs_tol=atol)
     if mine["weights"]:
         for name, value in theirs["weights"].items():
             torch.testing.assert_close(mine["weights"][name], value, rtol=2e-3, atol=2e-4, msg=lambda m, n=name: n + m)
