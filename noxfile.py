@@ -264,8 +264,9 @@ def families(session: nox.Session) -> None:
         return
     for layouts in (["tp2", "tp2+sp"], ["pp2"], ["tp2 x dp2 + zero1", "tp4, 2 key/value heads"]):
         session.run(*sweep, "--write", "docs/supported_models.md", "--layouts", *layouts)
-    for kind in ("images", "sequences to sequences", "speech to text", "speech, aligned"):
-        session.run(*sweep, "--write", "docs/supported_models.md", "--kind", kind)
+    for kind in ("images", "images with text", "sequences to sequences", "speech to text", "speech, aligned"):
+        for layouts in ([], ["--layouts", "tp2", "tp2+sp"]):
+            session.run(*sweep, "--write", "docs/supported_models.md", "--kind", kind, *layouts)
     # Columns of the first table alone: families that tests/sweeps/families.py names.
     session.run(*sweep, "--write", "docs/supported_models.md", "--popular", "--layouts", "planned")
     session.run(*sweep, "--write", "docs/supported_models.md", "--popular", "--layouts", "experts over 2 ranks")

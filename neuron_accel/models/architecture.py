@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from neuron_accel.errors import UnsupportedModelError, did_you_mean
+from neuron_accel.models.adapters import with_adapters
 from neuron_accel.models.catalog import known_model_types, plan_for, registered_plans
 from neuron_accel.models.plan import ArchitecturePlan, named_modules
 from neuron_accel.models.upstream import upstream_plan
@@ -45,7 +46,8 @@ class Architecture:
 
     @classmethod
     def of(cls, model: nn.Module) -> Architecture:
-        """Returns the architecture of the first transformers model that ``model`` is or contains.
+        """Returns the architecture of the first transformers model that ``model`` is or contains; of a model of several
+        inputs without a plan, such as images and text, that of the text model in it.
 
         Raises:
             UnsupportedModelError: if there is none, or its plan does not cover its configuration.
@@ -60,6 +62,14 @@ class Architecture:
         owner_name, owner = found
         prefix = name_of_base(owner)
         base = owner.get_submodule(prefix)
+        text = text_inside(owner)
+        if text is not None:  # what it has beside, such as an encoder of images, is replicated
+            inner = name_of_base(text[1])
+            if inner:  # the text model has a head of its own
+                owner_name, owner, prefix = join_fqn(owner_name, text[0]), text[1], inner
+            else:
+                prefix = text[0]
+            base = owner.get_submodule(prefix)
         config: Any = base.config
         plan = plan_for(config.model_type) or upstream_plan(owner, base)
         if plan is None:
@@ -68,7 +78,9 @@ class Architecture:
                 why="a plan is needed to shard its weights",
                 fix=did_you_mean(config.model_type, known_model_types()),
             )
-        plan = plan.of(config)
+        plan = with_adapters(plan.of(config), base)
+        if text is not None and hasattr(base, "_deepstack_process"):
+            plan = replace(plan, sequence="it adds the features of images to hidden states between its blocks")
         for attribute, reason in plan.unsupported.items():
             if getattr(config, attribute, None):
                 raise UnsupportedModelError(
@@ -189,6 +201,20 @@ def family_inside(model: nn.Module) -> tuple[str, nn.Module] | None:
     # The class is inspected, not the instance: wrappers such as adapters forward attributes to the module they wrap.
     for name, module in model.named_modules():
         if hasattr(type(module), "base_model_prefix") and getattr(module, "config", None) is not None:
+            return name, module
+    return None
+
+
+def text_inside(owner: nn.Module) -> tuple[str, nn.Module] | None:
+    """Returns name and module of the text model in a model of several inputs, such as images and text; None if there is
+    none, or a plan for the model itself, or if it is a decoder that attends to an encoder."""
+    config: Any = owner.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if plan_for(config.model_type) or text.model_type == config.model_type or config.is_encoder_decoder:
+        return None
+    for name, module in owner.named_modules():
+        kind = getattr(getattr(module, "config", None), "model_type", None)
+        if hasattr(type(module), "base_model_prefix") and kind == text.model_type:
             return name, module
     return None
 

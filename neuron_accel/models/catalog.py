@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.models.bart import BART, BIOGPT, MBART, XGLM
+from neuron_accel.models.bart import BART, BIGBIRD_PEGASUS, BIOGPT, MBART, SPEECH_TO_TEXT, WHISPER, XGLM
 from neuron_accel.models.bert import (
     BERT,
     ELECTRA,
@@ -25,11 +25,14 @@ from neuron_accel.models.gpt_neox import BLOOM, FALCON, GPT_BIGCODE, GPT_NEOX, P
 from neuron_accel.models.hybrid import AFMOE, BAMBA, GRANITE_HYBRID, JAMBA, LFM2_MOE
 from neuron_accel.models.llama import BITNET, DIFFLLAMA, GPT_OSS, HUNYUAN, LFM2, LLAMA, QWEN3, STABLELM
 from neuron_accel.models.plan import ArchitecturePlan
+from neuron_accel.models.t5 import T5
+from neuron_accel.models.vit import DINOV2, VIT, WAV2VEC2
 
 _PLANS = (
-    AFMOE, BAMBA, BART, BERT, BIOGPT, BITNET, BLOOM, CODEGEN, DIFFLLAMA, ELECTRA, FALCON, GPT2, GPTJ, GPT_BIGCODE,
-    GPT_NEO, GPT_NEOX, GPT_OSS, GRANITE_HYBRID, HUNYUAN, JAMBA, LFM2, LFM2_MOE, LLAMA, MBART, MODERNBERT, MPT,
-    NORM_FIRST, OPENAI_GPT, OPT, PERSIMMON, QWEN3, ROBERTA, ROBERTA_NORM_FIRST, STABLELM, XGLM, XLM_ROBERTA_XL,
+    AFMOE, BAMBA, BART, BERT, BIGBIRD_PEGASUS, BIOGPT, BITNET, BLOOM, CODEGEN, DIFFLLAMA, DINOV2, ELECTRA, FALCON,
+    GPT2, GPTJ, GPT_BIGCODE, GPT_NEO, GPT_NEOX, GPT_OSS, GRANITE_HYBRID, HUNYUAN, JAMBA, LFM2, LFM2_MOE, LLAMA, MBART,
+    MODERNBERT, MPT, NORM_FIRST, OPENAI_GPT, OPT, PERSIMMON, QWEN3, ROBERTA, ROBERTA_NORM_FIRST, SPEECH_TO_TEXT,
+    STABLELM, T5, VIT, WAV2VEC2, WHISPER, XGLM, XLM_ROBERTA_XL,
 )  # fmt: skip
 
 

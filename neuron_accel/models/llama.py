@@ -11,7 +11,7 @@ ROUTER_LOGITS = ("router_logits",)
 """What mixtures of experts compute beside their output; load-balancing losses are computed from it."""
 
 LLAMA = ArchitecturePlan(
-    model_types=("llama", "mistral", "qwen2"),
+    model_types=("llama", "mistral", "qwen2", "emu3_text_model"),
     blocks="layers.*",
     token_embedding="embed_tokens",
     final_norm="norm",
@@ -29,7 +29,7 @@ LLAMA = ArchitecturePlan(
 
 QWEN3 = replace(
     LLAMA,
-    model_types=("qwen3",),
+    model_types=("qwen3", "qwen3_vl_text"),
     # Norms over the features of a head, with weights shared by all heads.
     styles={**LLAMA.styles, "layers.*.self_attn.q_norm": shared(), "layers.*.self_attn.k_norm": shared()},
 )
@@ -43,7 +43,7 @@ STABLELM = replace(
 
 HUNYUAN = replace(
     LLAMA,
-    model_types=("hunyuan_v1_dense",),
+    model_types=("hunyuan_v1_dense", "hunyuan_vl_text"),
     styles={
         **LLAMA.styles,
         "layers.*.self_attn.query_layernorm": shared(),

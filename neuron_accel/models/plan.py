@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of families of decoders as plain data: the names of their modules, and how each is sharded."""
+"""Descriptions of families of models as plain data: the names of their modules, and how each is sharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Style:
     Args:
         kind: ``"colwise"`` (the output features are sharded), ``"rowwise"`` (the input features are sharded; the
             outputs are summed), ``"shared"`` (replicated; each rank applies it to its shard of the features, so that
-            its gradient is a sum over the ranks), ``"sharded"`` (its parameters are sharded along one dim, like its
+            its gradient is a sum over the ranks), ``"replicated"`` (each rank applies it to the summed outputs of a
+            row-wise projection), ``"sharded"`` (its parameters are sharded along one dim, like its
             input), ``"spanning"`` (replicated; it is applied to the gathered features of all ranks, of which each rank
             keeps its shard), ``"partial"`` (like ``"rowwise"``, but the outputs are summed at the end of the region),
             ``"experts"`` (many gated MLPs in two tensors, gate and up [experts, 2 x features, hidden] and down
@@ -74,6 +75,11 @@ def shared() -> Style:
     return Style(kind="shared")
 
 
+def replicated() -> Style:
+    """A replicated module that all ranks apply to the same, behind a row-wise projection of its region."""
+    return Style(kind="replicated")
+
+
 def sharded(
     *, units: str | tuple[str, ...] | None = None, blocks: int = 1, widths: tuple[str, ...] = (), dim: int = 0
 ) -> Style:
@@ -112,14 +118,14 @@ def counted_once() -> Style:
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitecturePlan:
-    """The description of a family of decoders.
+    """The description of a family of models.
 
     Patterns are FQNs relative to the base model, in which ``*`` stands for one segment.
 
     Args:
         model_types: the families (``config.model_type``) that this describes.
         blocks: the repeated blocks, in order.
-        token_embedding: maps token ids to hidden states.
+        token_embedding: maps token ids to hidden states; empty if there is none.
         further_embeddings: other tables that are looked up by token ids.
         final_norm: the norm after the last block; empty if there is none.
         regions: the modules whose input, ``hidden_states`` of shape [batch, sequence, hidden], enters a tensor-parallel
@@ -133,6 +139,10 @@ class ArchitecturePlan:
             ``config.name`` is an entry of the module's own view of the configuration.
         per_head: arguments of modules, [batch x heads, ...] or, with four dims, [batch, heads, ...]; each rank receives
             those of its heads.
+        region_inputs: arguments of regions, by keyword, that enter them as the hidden states do, such as the encoder's
+            output that a decoder attends to.
+        attentions: further fields of the base model's output with attention weights, beside ``attentions``, and the
+            configuration attribute that counts their heads.
         unsupported: configuration attributes that this plan does not support when they are set, and why.
         region_outputs: fields of the base model's output, tuples of tensors, that regions compute beside their own
             output, and that are equal on all ranks, such as the routers' logits.
@@ -155,6 +165,8 @@ class ArchitecturePlan:
     key_value_heads: str = "num_key_value_heads"
     per_rank: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     per_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    region_inputs: tuple[str, ...] = ()
+    attentions: Mapping[str, str] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
     region_outputs: tuple[str, ...] = ()
     replicated_if_uneven: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

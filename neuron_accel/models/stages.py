@@ -141,6 +141,8 @@ def _planned(model: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     plan = plan_for(config.model_type) or (LLAMA if config.model_type in _NAMED_LIKE_LLAMA else None)
     if plan is None or not plan.blocks.endswith(".*"):
         raise _no_plan(model, f"no plan describes the blocks of a {config.model_type!r}")
+    if plan.of(config).region_inputs or not plan.token_embedding:
+        raise _no_plan(model, f"a {config.model_type!r} is not one list of blocks behind a token embedding")
     container = join_fqn(base_name, plan.blocks.removesuffix(".*"))
     norms = (join_fqn(base_name, plan.final_norm),) if plan.final_norm else ()
     return container, (join_fqn(base_name, plan.token_embedding),), norms

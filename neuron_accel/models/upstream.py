@@ -78,11 +78,12 @@ _COUNTERS = {
 
 _MIXTURES = frozenset({
     "afmoe", "aria_text", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
-    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling2_text",
-    "jamba", "kimi_linear", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash",
-    "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
-    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+    "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite",
+    "glm4v_moe_text", "glm_moe_dsa", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe",
+    "hy_v3", "hy_v4", "inkling2_text", "jamba", "kimi_linear", "kolibri1", "laguna", "llama4_text",
+    "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral",
+    "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "qwen3_omni_moe_text", "qwen3_vl_moe_text", "solar_open",
 })  # fmt: skip
 """Families whose mixture of experts is a sum over experts, weighted by the router."""
 
@@ -348,7 +349,7 @@ class _Translation:
 
     def _check_linear(self, pattern: str) -> None:
         for name, module in self._find(pattern):
-            if not isinstance(module, nn.Linear):
+            if not isinstance(getattr(module, "base_layer", module), nn.Linear):  # which peft may have wrapped
                 raise self._unsupported(f"{name!r} is a {type(module).__name__}.", "only linear layers can be sharded")
 
     def _of_attention(self, region: str, kinds: dict[str, str], exit: str) -> dict[str, Style]:

@@ -44,13 +44,20 @@ def test_a_few_families_replace_their_rows_only(tmp_path):
     assert page.read_text().count("## Popular families") == 1
 
 
-OF_KINDS = {"images": "vit", "sequences to sequences": "t5", "speech to text": "whisper", "speech, aligned": "wav2vec2"}
+OF_KINDS = {
+    "images": "vit",
+    "images with text": "gemma3",
+    "sequences to sequences": "t5",
+    "speech to text": "whisper",
+    "speech, aligned": "wav2vec2",
+}
 
 
 def test_the_page_has_a_table_for_each_kind():
     assert OF_KINDS.keys() | {"text"} == KINDS.keys()
     for kind, family in OF_KINDS.items():
         assert set(earlier(PAGE, [*REPLICAS], kind)[family].values()) == {"ok"}, kind
+        assert earlier(PAGE, ["tp2", "tp2+sp"], kind)[family]["tp2"] == "ok", kind
 
 
 @pytest.mark.parametrize(("kind", "family"), OF_KINDS.items())

@@ -39,7 +39,7 @@ REPLICAS = {
     "ZeRO-1": (2, ["zero1"]),
     "fully sharded": (2, ["fully_sharded"]),
 }
-"""Layouts of other kinds than text, for which few models have a plan of tensor parallelism."""
+"""Layouts of other kinds than text by default."""
 EXPERTS = {"experts over 2 ranks": (2, [{"expert_parallel": {"expert_parallel_size": 2}}])}
 """Layouts of mixtures alone, in the packages' names."""
 PLANNED = "planned"

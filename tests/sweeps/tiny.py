@@ -84,7 +84,31 @@ _SIZES: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+IMAGE = VOCABULARY - 11
+"""Token in the place of an image's features; none above it is drawn."""
+
 _OTHER_SIZES: dict[str, Any] = {
+    # images with text
+    **dict.fromkeys(("image_token_id", "image_token_index"), IMAGE),
+    **dict.fromkeys(("video_token_id", "video_token_index"), IMAGE + 1),
+    **dict.fromkeys(("boi_token_index", "boi_token_id", "vision_start_token_id", "image_start_token_id"), IMAGE + 2),
+    **dict.fromkeys(("eoi_token_index", "eoi_token_id", "vision_end_token_id", "image_end_token_id"), IMAGE + 3),
+    **dict.fromkeys(("audio_token_id", "audio_token_index"), IMAGE + 4),
+    "mm_tokens_per_image": 4,
+    "vision_use_head": False,
+    "depth": 2,
+    "out_hidden_size": 32,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 1,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 16,
+    "mm_posemb_size": 16,
+    "mm_embed_dim": 32,
+    "output_proj_dims": 32,
+    "projection_dim": 32,
     # images
     "image_size": 32,
     "patch_size": 8,
@@ -136,6 +160,17 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         }
     },
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "qwen2_5_vl_vision": {"window_size": 32},
+    "gemma4_vision": {"num_key_value_heads": 4},
+    "llama4_vision_model": {
+        "intermediate_size": 128,
+        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
+    },
+    **{
+        f"{name}_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm_ocr")
+    },
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}},
     "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "is_decoder": True, "is_encoder_decoder": False},
     "reformer": {
         "is_decoder": True,
@@ -220,9 +255,50 @@ def _speech(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {model.main_input_name: drawn, "labels": _tokens(generator, 5)}
 
 
+def _images_with_text(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Images, of each of which as many tokens stand for the features as the model makes: of its own size, or of 4 x 4
+    patches in a row, of which 2 x 2 are a token."""
+    import inspect
+
+    vision = getattr(model.config, "vision_config", model.config)
+    sides, channels = getattr(vision, "image_size", 32), getattr(vision, "num_channels", 3)
+    height, width = (sides, sides) if isinstance(sides, int) else sides
+    known = inspect.signature(model.forward).parameters
+    places, count, given = torch.cartesian_prod(torch.arange(4), torch.arange(4)), 4, {}
+    if "image_position_ids" in known:  # patches, of which some models merge 2 x 2
+        size = 3 * getattr(vision, "model_patch_size", vision.patch_size) ** 2
+        images, given = torch.randn(4, 16, size, generator=generator), {"image_position_ids": places.repeat(4, 1, 1)}
+        count = 16 if hasattr(vision, "model_patch_size") else 4
+    elif "image_grid_thw" in known:
+        size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+        images = torch.randn(4, 16, size, generator=generator)
+        given = {"image_grid_thw": torch.tensor([[1, 4, 4]] * 4)}
+    else:
+        images = torch.randn(4, channels, height, width, generator=generator)
+        if "pixel_attention_mask" in known:  # several images in each row
+            images = images.unsqueeze(1)
+        if "image_sizes" in known:
+            given = {"image_sizes": torch.tensor([[height, width]] * 4)}
+        if model.device.type == "meta":
+            model = tiny_model(model.config.model_type, "images with text")
+        with torch.no_grad():
+            found = model.get_image_features(pixel_values=images, **given)
+        if isinstance(found, dict):
+            found = next(found[name] for name in ("pooler_output", "last_hidden_state") if name in found)
+        found = torch.cat(list(found)) if isinstance(found, list | tuple) else found
+        count = found.numel() // found.shape[-1] // 4
+    ids = torch.randint(3, IMAGE, (4, count + 7), generator=generator)
+    ids[:, 2 : 2 + count] = IMAGE
+    kinds = {name: (ids == IMAGE).long() for name in ("token_type_ids", "mm_token_type_ids") if name in known}
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "pixel_values": images} | given | kinds
+
+
 KINDS = {
     "text": Kind("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM", _text),
     "images": Kind("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification", _images),
+    "images with text": Kind(
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "AutoModelForImageTextToText", _images_with_text
+    ),
     "sequences to sequences": Kind("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM", _sequences),
     "speech to text": Kind("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "AutoModelForSpeechSeq2Seq", _speech),
     "speech, aligned": Kind("MODEL_FOR_CTC_MAPPING_NAMES", "AutoModelForCTC", _speech),
@@ -274,6 +350,8 @@ def _tiny(cls: Any, kind: str, **options: Any) -> Any:
         known.pop("sliding_window", None)
     for name in cls.sub_configs:
         part = getattr(default, name, None)
+        if part is None and name == "vision_config" and kind == "images with text":
+            part = cls.sub_configs[name]()
         if part is not None and type(part).model_type:
             known[name] = _tiny(type(part), kind)
     config = cls(**known | _OF_CLASS.get(model_type, {}) | options)

@@ -41,8 +41,9 @@ class TensorParallelOptions(StrategyPlugin):
             number is not divisible by it are padded; key/value heads, if there are fewer, are replicated on several
             ranks.
         parallelize_embeddings: whether to shard token embedding and head along the vocabulary, and compute the loss
-            without gathering logits. They are not sharded if the model's ``forward`` was replaced on the object, as
-            some trainers do to fuse head and loss, because it may read the head's weight directly.
+            without gathering logits. They are not sharded if the ``forward`` of the model, or of the model of
+            transformers in it, was replaced on the object, as some trainers do to fuse head and loss, because it may
+            read the head's weight directly.
         tensor_parallel_plan: how to shard a model of your own: FQN patterns of linear layers and attributes, and their
             styles; see :func:`~neuron_accel.register_tensor_parallel_plan`, which registers a plan for a class.
     """
@@ -100,7 +101,8 @@ class TensorParallelPlugin(TensorParallelOptions):
 
         architecture = Architecture.planned(model.module, self.tensor_parallel_plan, degree)
         # A forward that was replaced on the object (a fused head and loss) may read the head's weight directly.
-        embeddings = self.parallelize_embeddings and "forward" not in vars(model.module)
+        replaced = any("forward" in vars(module) for module in (model.module, architecture.owner))
+        embeddings = self.parallelize_embeddings and not replaced
         rewrite(architecture, plan_shards(architecture, degree, parallelize_embeddings=embeddings), model, run)
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:

@@ -44,11 +44,13 @@ class Dropouts:
 
 
 class _Region:
-    def __init__(self, module: nn.Module, tp_region: TpRegion) -> None:
-        self._tp_region, self._dropouts = tp_region, Dropouts([module])
+    def __init__(self, module: nn.Module, tp_region: TpRegion, inputs: tuple[str, ...] = ()) -> None:
+        self._tp_region, self._dropouts, self._inputs = tp_region, Dropouts([module]), inputs
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         draws = self._dropouts.active
+        further = {name: kwargs[name] for name in self._inputs if kwargs.get(name) is not None}
+        kwargs = {**kwargs, **{name: self._tp_region.flow.enter(value) for name, value in further.items()}}
         return replace_hidden(args, kwargs, lambda hidden: self._tp_region.enter(hidden, draws=draws, region=module))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -72,7 +74,7 @@ def install_regions(architecture: Architecture, tp_region: TpRegion, partial: It
     that contain a module of ``partial`` (FQNs)."""
     partial = tuple(partial)
     for fqn, module in architecture.regions:
-        region = _Region(module, tp_region)
+        region = _Region(module, tp_region, architecture.plan.region_inputs)
         module.tp_region = tp_region  # type: ignore[assignment]  # torch: Tensor | Module
         module.register_forward_pre_hook(region.enter, with_kwargs=True)
         if any(name.startswith(fqn + ".") for name in partial):

@@ -51,7 +51,8 @@ def rewrite(architecture: Architecture, styles: list[ModuleStyle], model: Prepar
     install_regions(architecture, tp_region, [style.fqn for style in styles if style.summed])
     if heads is not None:
         shard_arguments(architecture, tp_region, heads)
-    change_output(architecture, "attentions", gather_heads(tp_region, heads))
+    for field, counted in {"attentions": architecture.plan.heads, **architecture.plan.attentions}.items():
+        change_output(architecture, field, gather_heads(tp_region, splits.get(counted)))
     for field in architecture.plan.region_outputs:
         change_output(architecture, field, fraction_of_gradient(tp_region))
     install_resize(model, run)

@@ -114,6 +114,15 @@ class ModuleStyle(ABC):
         """Shards the module."""
 
 
+class Replicated(ModuleStyle):
+    """The module is replicated, and all ranks apply it to the same: behind the region whose module contains it."""
+
+    kind = "replicated"
+
+    def apply(self, sharded: ShardedModel) -> None:
+        """Changes nothing."""
+
+
 class Shared(ModuleStyle):
     """The module is replicated, and each rank applies it to its own features: its gradient is a partial sum."""
 
@@ -317,7 +326,18 @@ class VocabularyHead(VocabularyEmbedding):
 
 STYLES: dict[str, type[ModuleStyle]] = {
     cls.kind: cls
-    for cls in (Colwise, Rowwise, Shared, Sharded, Spanning, Partial, StackedExperts, OwnQueries, CountedOnce)
+    for cls in (
+        Colwise,
+        Rowwise,
+        Replicated,
+        Shared,
+        Sharded,
+        Spanning,
+        Partial,
+        StackedExperts,
+        OwnQueries,
+        CountedOnce,
+    )
 }
 """The styles that plans name."""
 

@@ -12,7 +12,9 @@ from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.testing import run_ranks
 from tests.distributed.beyond_text.tasks import TASKS, train
 
-COMPOSITIONS = {"plain": [], "zero1": ["zero1"], "fully-sharded": ["fully_sharded"]}
+TP2 = [{"model_parallelism": {"tensor_parallel_size": 2}}]
+COMPOSITIONS = {"plain": [], "zero1": ["zero1"], "fully-sharded": ["fully_sharded"], "tp2": TP2}
+CASES = [(task, name) for task in TASKS for name in COMPOSITIONS if name != "tp2" or task not in ("unet", "dit")]
 
 
 @functools.cache
@@ -26,8 +28,7 @@ def plugins(task, composition):
     return named if blocks and composition == "fully-sharded" else COMPOSITIONS[composition]
 
 
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("task", "composition"), CASES)
 def test_the_loop_with_the_class_swapped(task, composition):
     losses, weights = stock(task)
     ranks = run_ranks(train, 2, task, plugins(task, composition))
@@ -40,19 +41,15 @@ def test_the_loop_with_the_class_swapped(task, composition):
 
 def refused(task):
     found = []
-    for given in (
-        [{"model_parallelism": {"tensor_parallel_size": 2}}],
-        *([["fully_sharded"]] if TASKS[task].blocks else []),
-    ):
+    for given in (TP2, ["fully_sharded"]):
         with pytest.raises(UnsupportedModelError) as caught:
             train(task, given)
         found.append(str(caught.value))
     return found
 
 
-@pytest.mark.parametrize("task", ["whisper", "dit"])
-def test_what_has_no_plan_is_refused_before_it_trains(task):
-    """Tensor parallelism of these models, and whole models of diffusers without a pattern for their blocks."""
-    for errors in run_ranks(refused, 2, task):
-        assert "No plan is known" in errors[0]
-        assert all("name them by a pattern" in error for error in errors[1:])
+def test_what_has_no_plan_is_refused_before_it_trains():
+    """Models of diffusers: tensor parallelism, and fully sharded without a pattern for their blocks."""
+    for no_plan, no_blocks in run_ranks(refused, 2, "dit"):
+        assert "No plan is known" in no_plan
+        assert "name them by a pattern" in no_blocks

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import runpy
 import weakref
+from collections import Counter
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from neuron_accel.testing import run_ranks
 from tests.distributed.examples.test_examples import EXAMPLES
@@ -38,10 +42,40 @@ class Server:
             self.most = max(self.most, self.live)
             weakref.finalize(tensor, self._freed, size)
             assert name not in self.weights
-            self.weights[name] = tensor.clone()
+            self.weights[name] = tensor.detach().numpy().copy()  # not counted by Allocations
 
     def _freed(self, size):
         self.live -= size
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes that this rank has at once beside those at the beginning: of tensors that it makes, those of
+    collectives included, and of parameters whose memory grows."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.most, self._made = 0, {}
+        self._parameters = list(parameters)
+        self._before = self._kept()
+
+    def _kept(self):
+        storages = [parameter.untyped_storage() for parameter in self._parameters]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if _is_tensor(tensor)}
+        made = func(*args, **kwargs or {})
+        self._made = {key: kept for key, kept in self._made.items() if not kept[0].expired()}
+        for storage in (tensor.untyped_storage() for tensor in tree_leaves(made) if _is_tensor(tensor)):
+            if storage._cdata not in known:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        now = sum(size for _, size in self._made.values()) + self._kept() - self._before
+        self.most = max(self.most, now)
+        return made
+
+
+def _is_tensor(value):
+    return isinstance(value, torch.Tensor)
 
 
 def build(lora):
@@ -62,12 +96,14 @@ def hands_over(plugins, lora):
     model = build(lora)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    server, stream = Server(), stream_weights(accelerator, model)
-    if accelerator.is_main_process:
-        server.load_weights(stream)
-    else:
-        assert not list(stream)
-    return server.weights, server.most, accelerator.get_state_dict(model)
+    server, stream, made = Server(), stream_weights(accelerator, model), Allocations(model.parameters())
+    with made:
+        if accelerator.is_main_process:
+            server.load_weights(stream)
+        else:
+            assert not list(stream)
+    weights = {name: torch.from_numpy(value) for name, value in server.weights.items()}
+    return weights, server.most, made.most, accelerator.get_state_dict(model)
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
@@ -75,11 +111,17 @@ def test_a_server_gets_the_weights(composition):
     plugins, ranks, lora = COMPOSITIONS[composition]
     expected = build(lora)
     expected = dict((expected.merge_and_unload() if lora else expected).named_parameters())
-    (weights, most, after), *others = run_ranks(hands_over, ranks, plugins, lora)
-    assert not any(given for given, _, _ in others)
+    (weights, most, at_once, after), *others = run_ranks(hands_over, ranks, plugins, lora)
+    assert not any(given for given, *_ in others)
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value.detach(), rtol=1e-6, atol=1e-6, msg=name)
     largest = max(value.nbytes for value in expected.values())
     assert most <= 2 * largest  # the next one is made while the last is still known to the loop
     assert after  # the model goes on
+    layers = Counter()
+    for name, value in expected.items():
+        layers[name.partition(".layers.")[2].partition(".")[0]] += value.nbytes
+    bound = max(layers.values()) + 2 * largest  # a layer, and of it one weight with its copy for the server
+    assert bound < sum(layers.values())
+    assert max(at_once, *(bytes_of_rank for _, _, bytes_of_rank, _ in others)) <= bound

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from neuron_accel.testing import run_ranks
 from neuron_accel.testing.parity import Training, assert_parallel_equivalence
 from tests.distributed.models import MODELS, VOCABULARY
 
@@ -69,3 +70,66 @@ def test_packed_documents_train_as_the_documents_do(composition):
     training = Training(max_norm=0.5, prepare_model=without_cache)
     plugins = COMPOSITIONS[composition]
     assert_parallel_equivalence(MODELS["llama"], packed(), plugins, ranks=2, training=training, reference=one_by_one)
+
+
+# ---- batches without padding, as a loader makes them -----------------------------------------------------------------
+PLUGINS = {name: COMPOSITIONS[name] for name in ("zero1", "fully-sharded", "tp2", "tp2-sp-flash", "chunked-loss")}
+
+
+def documents():
+    """Documents of which each two in a row have as many tokens, so that ranks have equally many that count."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = (3, 9, 5, 7, 4, 8, 6, 6)
+    return [{"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def without_padding(plugins):
+    """Losses and weights of a loop whose loader joins documents, with the lengths that kernels of attention want."""
+    from transformers import DataCollatorWithFlattening
+
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    join = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    loader = torch.utils.data.DataLoader(documents(), batch_size=4 // accelerator.num_processes, collate_fn=join)
+    torch.manual_seed(0)
+    model = MODELS["llama"]()
+    without_cache(model)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    losses = []
+    for batch in loader:
+        assert batch["input_ids"].shape[0] == 1
+        assert batch["cu_seq_lens_q"].dtype == torch.int32
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def by_themselves():
+    """The same with each document in a call of its own, in one process."""
+    torch.manual_seed(0)
+    model, losses = MODELS["llama"](), []
+    optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.1), documents()
+    for first in (0, 4):
+        terms = []
+        for row in rows[first : first + 4]:
+            ids = torch.tensor([row["input_ids"]])
+            terms.append(F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none"))
+        loss = torch.cat(terms).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("composition", PLUGINS)
+def test_batches_without_padding_train_as_the_documents_do(composition):
+    losses, weights = by_themselves()
+    for found, state in run_ranks(without_padding, 2, PLUGINS[composition]):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-6, msg=name)

@@ -114,7 +114,7 @@ def test_dpo(name, stock, tmp_path):
         assert mine["rewards"] == pytest.approx(theirs["rewards"], rel=1e-3)
 
 
-def judge(folder, ranks_with_data, more, name, ours=True):
+def judge(folder, ranks_with_data, more, name, ours=True, **adapted):
     """KTO learns from completions that are good or bad, a reward model which of two is better."""
     import trl
 
@@ -125,9 +125,10 @@ def judge(folder, ranks_with_data, more, name, ours=True):
     if name == "KTO":
         data = pairs.rename_column("chosen", "completion").remove_columns("rejected")
         data = data.add_column("label", [number % 2 == 0 for number in range(len(data))])
-        policy, extra = model(), {"ref_model": reference_model()}
+        policy = model()
+        extra = adapted or {"ref_model": reference_model()}  # a model with adapters is its own reference, without them
     else:
-        data, policy, extra = pairs, scorer(), {}
+        data, policy, extra = pairs, scorer(), adapted
     trainer = kind(model=policy, args=arguments(**given), train_dataset=data, processing_class=tokenizer(), **extra)
     return finish(trainer, ours)
 
@@ -166,6 +167,14 @@ def adapt(folder, ranks_with_data, more, name, ours=True):
     import trl
     from peft import LoraConfig
 
+    adapted = {
+        "peft_config": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    }
+    more = {"learning_rate": 1e-2} | more
+    if name in ("KTO", "Reward"):
+        return judge(folder, ranks_with_data, more, name, ours, **adapted)
+    if name in ("GRPO", "RLOO"):
+        return reinforce(folder, ranks_with_data, {"beta": 0.1} | more, name, ours, **adapted)
     kinds = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     kind, arguments = with_mixin(*kinds) if ours else kinds
     columns = rows(prompt=((3, 4), 1), chosen=((5, 3, 4), 2), rejected=((4, 6), 3))
@@ -173,23 +182,25 @@ def adapt(folder, ranks_with_data, more, name, ours=True):
         columns = columns.rename_column("chosen", "completion").remove_columns("rejected")
     trainer = kind(
         model=model(),
-        args=arguments(**options(folder, ranks_with_data, **STEPS | {"learning_rate": 1e-2} | more)),
+        args=arguments(**options(folder, ranks_with_data, **STEPS | more)),
         train_dataset=columns,
         processing_class=tokenizer(),
-        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        **adapted,
     )
     return finish(trainer, ours)
 
 
-@pytest.mark.parametrize("name", ["dp2+zero1", "dp2+fully-sharded"])
-@pytest.mark.parametrize("trainer", ["SFT", "DPO"])
+@pytest.mark.parametrize("name", ["dp2+zero1", "tp2", "dp2+fully-sharded"])
+@pytest.mark.parametrize("trainer", ["SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"])
 def test_lora_of_trl(trainer, name, stock, tmp_path):
     pytest.importorskip("trl")
     pytest.importorskip("peft")
     ranks, more = COMPOSITIONS[name]
-    theirs = stock(adapt, 1, trainer)[0]
-    for mine in run_ranks(adapt, ranks, str(tmp_path), ranks, more, trainer):
-        assert_same(mine, theirs, 1e-3)
+    with_data = ranks // more.get("tensor_parallel_size", 1)
+    alike = with_data if trainer in ("KTO", "GRPO", "RLOO") else 1  # batches and generations of a rank are its own
+    theirs = stock(adapt, alike, trainer)
+    for rank, mine in enumerate(run_ranks(adapt, ranks, str(tmp_path), with_data, more, trainer)):
+        assert_same(mine, theirs[rank % alike], 1e-3, atol=1e-6)  # advantages add up to zero, and so do losses
 
 
 # ---- Rewards of what the model generates -----------------------------------------------------------------------------
@@ -197,7 +208,7 @@ ENDS = range(VOCABULARY // 2, VOCABULARY)
 """Tokens that end a completion: so many that completions, and the generations of ranks, differ in length."""
 
 
-def reinforce(folder, ranks_with_data, more, name, ours=True):
+def reinforce(folder, ranks_with_data, more, name, ours=True, **adapted):
     """Every data-parallel rank samples with a seed of its own, as TRL sets it."""
     import trl
     from transformers import set_seed
@@ -219,6 +230,7 @@ def reinforce(folder, ranks_with_data, more, name, ours=True):
         args=arguments(**options(folder, ranks_with_data, **STEPS | own | more)),
         train_dataset=rows(prompt=((3, 4), 1)),
         processing_class=tokenizer(),
+        **adapted,
     )
     set_seed(trainer.args.seed + trainer.accelerator.process_index)  # TRL adds the index of the process
     found = finish(trainer, ours)

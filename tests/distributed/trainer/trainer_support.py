@@ -164,17 +164,17 @@ def train_on_rank(folder, ranks_with_data, more, extra=None, resume=None):
     return facts(trainer, trainer.accelerator.get_state_dict(trainer.model_wrapped), result)
 
 
-def assert_same(mine, theirs, tolerance=2e-4):
+def assert_same(mine, theirs, tolerance=2e-4, atol=0.0):
     assert mine["steps"] == theirs["steps"]
     for name in ("losses", "norms", "rates"):
-        np.testing.assert_allclose(mine[name], theirs[name], rtol=tolerance, err_msg=name)
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=tolerance, atol=atol, err_msg=name)
     assert len(mine["evaluations"]) == len(theirs["evaluations"])
     for ours, others in zip(mine["evaluations"], theirs["evaluations"], strict=True):
         assert ours.keys() == others.keys()
         for name in ours:
             assert math.isclose(ours[name], others[name], rel_tol=tolerance), (name, ours, others)
     if theirs["train_loss"] is not None and mine["train_loss"] is not None:
-        assert math.isclose(mine["train_loss"], theirs["train_loss"], rel_tol=tolerance)
+        assert math.isclose(mine["train_loss"], theirs["train_loss"], rel_tol=tolerance, abs_tol=atol)
     if mine["weights"]:
         for name, value in theirs["weights"].items():
             torch.testing.assert_close(mine["weights"][name], value, rtol=2e-3, atol=2e-4, msg=lambda m, n=name: n + m)

@@ -122,6 +122,12 @@ def test_families_without_a_plan_for_pipelines_whose_parts_have_llamas_names(fam
     assert stack.after[-1] == "lm_head"
 
 
+@pytest.mark.parametrize(("family", "kind"), [("t5", "sequences to sequences"), ("vit", "images")])
+def test_encoders_with_a_decoder_or_without_tokens_are_refused(family, kind):
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match="not one list of blocks behind a token emb"):
+        Stack.of(tiny_model(family, kind))
+
+
 @pytest.mark.parametrize(
     ("model_fn", "container", "before", "after"),
     [

@@ -55,6 +55,26 @@ def _layouts(model: nn.Module, degree: int, **options) -> dict[str, Layout]:
 
 # ---- plans and where they apply --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
+    ("family", "text", "head", "sequence"),
+    [
+        ("gemma3", "model.language_model", "lm_head", ""),
+        ("llama4", "language_model.model", "language_model.lm_head", ""),  # the text model has the head
+        ("qwen3_vl", "model.language_model", "lm_head", "adds the features of images to hidden states"),
+    ],
+)
+def test_of_a_model_of_images_and_text_the_text_is_sharded(family, text, head, sequence):
+    with torch.device("meta"):
+        model = tiny_model(family, "images with text")
+    architecture = Architecture.of(model)
+    assert (architecture.base_name, architecture.head[0]) == (text, head)
+    assert sequence in architecture.plan.sequence
+    assert bool(sequence) == bool(architecture.plan.sequence)
+    sharded = {name for name, layout in _layouts(model, 2).items() if layout.cuts}
+    assert f"{text}.layers.1.self_attn.q_proj.weight" in sharded
+    assert all(name.startswith(text) or name == f"{head}.weight" for name in sharded)
+
+
+@pytest.mark.parametrize(
     ("pattern", "name", "expected"),
     [
         ("layers.*.mlp", "layers.0.mlp", True),

@@ -71,6 +71,9 @@ UNEVEN = (
 """Models whose heads or features are not divisible by four, or that have two key/value heads."""
 
 
+SEQ2SEQ = "sequences to sequences"
+
+
 def _families(names: list[str], degree: int, options: dict[str, Any]) -> dict[str, Any]:
     """Losses and the largest difference of gradients of one step; what it raised if it did."""
     results = {}
@@ -123,6 +126,24 @@ def _attentions(name: str) -> float:
 )
 def test_attention_weights_are_in_the_order_of_the_model(name: str, ranks: int) -> None:
     assert max(run_ranks(_attentions, ranks, name)) < 1e-5  # heads in another order differ by 1e-2 and more
+
+
+def _attentions_of_both() -> float:
+    """As above, of encoder, decoder and what one reads of the other; heads that are padded have biases, too."""
+    model = tiny_model("t5", SEQ2SEQ, num_heads=6, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(1)
+    given = {name: torch.randint(3, 101, (2, 7), generator=generator) for name in ("input_ids", "decoder_input_ids")}
+    fields = ("encoder_attentions", "decoder_attentions", "cross_attentions")
+    expected = model(**given, output_attentions=True)
+    shard(model, make_run(degree=4))
+    actual = model(**given, output_attentions=True)
+    pairs = [pair for name in fields for pair in zip(actual[name], expected[name], strict=True)]
+    assert len(pairs) == 6
+    return max(float((a - b).abs().max()) for a, b in [*pairs, (actual.logits, expected.logits)])
+
+
+def test_attention_weights_of_encoder_and_decoder() -> None:
+    assert max(run_ranks(_attentions_of_both, 4)) < 1e-4
 
 
 def _refused(name: str, heads: int) -> str:
