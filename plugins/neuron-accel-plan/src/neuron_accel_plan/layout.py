@@ -499,10 +499,10 @@ class Planner:
 def _is_native(instance: Instance | None) -> bool:
     """Whether the installed version of torch trains on an instance with the native device, for which torch's optimizers
     update all parameters at once, as on CUDA."""
-    if instance is None:
+    version = None if instance is None else instance.runtime(torch.__version__)
+    if instance is None or version is None:  # ranks without Neuron hardware
         return False
-    runtime = list(instance.runtime(torch.__version__))
-    rows = [row for row in FACTS["releases"] if row["runtime"] == runtime and instance.family in row["families"]]
+    rows = [row for row in FACTS["releases"] if row["runtime"] == list(version) and instance.family in row["families"]]
     return any(row["path"] == "native" for row in rows)
 
 
