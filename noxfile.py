@@ -247,10 +247,10 @@ def trackers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def cuda(session: nox.Session) -> None:
-    """On however many NVIDIA GPUs there are: parity, compositions, checkpoints. Skipped without one."""
+    """On however many NVIDIA GPUs there are: parity, the conformance kit, the Trainer. Skipped without one."""
     if shutil.which("nvidia-smi") is None:
         session.skip("this machine has no NVIDIA GPU (no nvidia-smi)")
-    install(session, NATIVE_TORCH, ".[test]")
+    install(session, NATIVE_TORCH, ".[test]", GUARDS)
     session.run("pytest", "tests/cuda", *session.posargs)
 
 

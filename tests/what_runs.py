@@ -26,6 +26,7 @@ COLUMNS = {
     "xla": "CPU, torch_xla",
     "neuron": "emulated Neuron cores, torch_xla",
     "native": "stand-in for the native device",
+    "cuda": "NVIDIA GPU, shared by the ranks",
 }
 STRATEGIES = {
     "data_parallel": "data parallel",
@@ -44,7 +45,13 @@ SUBJECTS = {
     "Trainer": re.compile("trainer"),
 }
 """What else is tested, and how its tests are named."""
-FOLDERS = {"tests/xla/": "xla", "tests/neuron/": "neuron", "tests/native/": "native", "tests/distributed/": "gloo"}
+FOLDERS = {
+    "tests/xla/": "xla",
+    "tests/neuron/": "neuron",
+    "tests/native/": "native",
+    "tests/distributed/": "gloo",
+    "tests/cuda/": "cuda",
+}
 Record = dict[str, dict[str, list[int]]]
 """Row to column to numbers of ranks."""
 

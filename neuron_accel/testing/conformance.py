@@ -31,7 +31,7 @@ from neuron_accel.testing.parity import Batch, Tolerance, Trace, Training, compa
 from neuron_accel.testing.rank_errors import RanksError
 from neuron_accel.testing.ranks import run_ranks
 
-SECONDS = {"gloo": 60.0, "native": 90.0, "native-p2p": 90.0, "xla": 110.0}
+SECONDS = {"gloo": 60.0, "native": 90.0, "native-p2p": 90.0, "cuda": 90.0, "xla": 110.0}
 Folders: TypeAlias = pytest.TempPathFactory
 _MADE_ONCE: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 

@@ -59,6 +59,11 @@ def whereabouts():
         ([TENSOR, "zero1"], 4),
         ([TENSOR, "sequence_parallel", "zero1", "activation_checkpointing"], 4),
         ([PIPELINE, "zero1"], 4),
+        (["fully_sharded"], 2),
+        (["fully_sharded", "activation_checkpointing"], 2),
+        ([TENSOR, "fully_sharded"], 4),
+        (["zero1", {"flash_attention": {"block_size": 5}}], 2),
+        ([TENSOR, {"chunked_loss": {"chunks": 3}}], 2),
     ],
     ids=[
         "dp2",
@@ -70,6 +75,11 @@ def whereabouts():
         "tp2-dp2-zero1",
         "tp2-sp-dp2-zero1-ac",
         "pp2-dp2-zero1",
+        "fully-sharded",
+        "fully-sharded-ac",
+        "tp2-fully-sharded",
+        "zero1-flash",
+        "tp2-chunked",
     ],
 )
 def test_training_is_that_of_one_process(plugins, ranks):

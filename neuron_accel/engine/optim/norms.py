@@ -99,7 +99,10 @@ def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: floa
         if tensors and norm_type == 2 and run.backend.is_lazy:  # fewer operations to compile
             total = total + torch.stack([(t * t).sum() for t in (_real(t, dtype) for t in tensors)]).sum() / replicas
         elif tensors:
-            each = torch.stack(torch._foreach_norm([_real(t, dtype) for t in tensors], norm_type))
+            same = [t.abs() if t.is_complex() else t for t in tensors]
+            if any(torch.promote_types(t.dtype, dtype) != dtype for t in same):
+                same = [t.to(dtype) for t in same]  # narrower, which torch does not do in a norm
+            each = torch.stack(torch._foreach_norm(same, norm_type, dtype=dtype))  # without copies in dtype
             total = total + (each**norm_type).sum() / replicas
     return total
 

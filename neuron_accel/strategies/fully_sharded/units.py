@@ -168,7 +168,8 @@ class Units(UnitsOfModel):
         if torch.is_grad_enabled() and unit is not self.root:
             unit.forwards += 1
             if inputs:  # else it is over when the whole pass is
-                register_multi_grad_hook(inputs, Hook(self._after_backward, unit))
+                ended = Hook(self._after_backward, unit)
+                ended.handle = register_multi_grad_hook(inputs, ended)
                 self._put_last(inputs)
         return args, kwargs
 
@@ -380,14 +381,22 @@ def _refuse_to_be_compiled() -> NoReturn:
 
 
 class Hook:
-    """A hook of one unit. A copy of the model has no values of its parameters, so there is none."""
+    """A hook of one unit. A copy of the model has no values of its parameters, so there is none.
+
+    Attributes:
+        handle: removed by the first call, if it is set. A hook for gradients of several tensors holds the nodes of
+            autograd that hold it, and in each garbage collection only those of one unit are found to be garbage.
+    """
 
     def __init__(self, function: Callable[..., Any], unit: Unit) -> None:
         self._function, self._unit = function, unit
+        self.handle: Any = None
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             _refuse_to_be_compiled()
+        if self.handle is not None:
+            self.handle.remove()
         return self._function(self._unit, *args)
 
     def __reduce__(self) -> NoReturn:

@@ -47,6 +47,55 @@ def test_few_blocks_stand_for_many(folder, names):
     assert sent[0] == pytest.approx(sent[1], rel=0.01, abs=256)
 
 
+def test_few_recomputed_blocks_stand_for_many():
+    """Gradients of a tied embedding, at the very end, are not part of the last block that is recomputed."""
+    from transformers import LlamaConfig
+
+    from neuron_accel import ActivationCheckpointingPlugin
+
+    tied = LlamaConfig(num_hidden_layers=28, vocab_size=4096, tie_word_embeddings=True, **SIZE)
+    few, all_ = (
+        planned(tied, plugins=[ActivationCheckpointingPlugin()], full_depth=deep).step.peak for deep in (False, True)
+    )
+    assert few.total == pytest.approx(all_.total, rel=0.01)
+    assert few.moment.module == all_.moment.module
+
+
+def phases(count):
+    return {phase: max(p.parts["temporary"] for p in count.step.peaks if p.moment.phase == phase) for phase in PHASES}
+
+
+PHASES = ("clipping", "optimizer step")
+
+
+def test_optimizers_that_update_all_parameters_at_once_take_a_copy_of_the_second_moments(folder):
+    one, all_ = (planned(folder, foreach=foreach) for foreach in (False, True))
+    moments = all_.parameters * 2
+    assert phases(all_)["optimizer step"] == pytest.approx(moments, rel=0.01)
+    assert phases(one)["optimizer step"] < 0.2 * moments
+
+
+@pytest.mark.parametrize(("torch_version", "native"), [("2.9.0", False), ("2.13.0", True)])
+def test_they_do_on_the_native_device(folder, monkeypatch, torch_version, native):
+    from neuron_accel_plan import layout
+
+    monkeypatch.setattr(layout.torch, "__version__", torch_version)
+    found = {name: layout._is_native(layout.find_instance(name)) for name in ("trn1.32xlarge", "trn2.48xlarge")}
+    assert found == {"trn1.32xlarge": False, "trn2.48xlarge": native}
+    assert not layout._is_native(None)
+
+
+def test_clipping_takes_no_copy_of_the_gradients(folder):
+    counted = planned(folder)
+    assert phases(counted)["clipping"] < 0.01 * counted.step.weights
+
+
+def test_attention_of_torch_is_counted_too(folder):
+    eager, fused = (planned(folder, attention=kind).step for kind in ("eager", "sdpa"))
+    assert fused.operations == eager.operations
+    assert fused.peak.total == pytest.approx(eager.peak.total, rel=0.3)
+
+
 def test_a_count_has_a_repr_that_one_can_read(folder):
     shown = repr(planned(folder))
     assert shown.startswith("<LayoutCount: LlamaForCausalLM, dp 8, rank 0; <StepCount: peak ")

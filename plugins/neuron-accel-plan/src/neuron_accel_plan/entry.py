@@ -32,6 +32,7 @@ def plan(
     dtype: str = "bfloat16",
     attention: str = "eager",
     reserve: int | None = None,
+    foreach: bool | None = None,
     rank: int | None = None,
     full_depth: bool = False,
 ) -> LayoutCount: ...
@@ -66,6 +67,7 @@ def plan(
     dtype: str = "bfloat16",
     attention: str = "eager",
     reserve: int | None = None,
+    foreach: bool | None = None,
     rank: int | None = None,
     full_depth: bool = False,
     **options: Any,
@@ -94,6 +96,8 @@ def plan(
         attention: ``attn_implementation`` of transformers.
         reserve: bytes of a core that are left to what is not counted, the runtime, compiled graphs and collectives; by
             default 10% of the core's memory.
+        foreach: whether AdamW updates all parameters at once, which takes a copy of its second moments. That is torch's
+            choice on CUDA and on native Neuron devices, and the default with an instance of these, otherwise False.
         rank: the rank that is counted; by default the one that keeps the most, of which each stage of a pipeline has
             its own.
         full_depth: whether to run all blocks and micro-batches, instead of few and extrapolating.
@@ -111,7 +115,7 @@ def plan(
     """
     if instances is not None:
         given = {"world_size": world_size, "plugins": plugins or None, "config": config, "accumulation": accumulation}
-        given |= {"rank": rank, "full_depth": full_depth or None}
+        given |= {"rank": rank, "full_depth": full_depth or None, "foreach": foreach}
         wrong = [name for name, value in given.items() if value is not None]
         if wrong or instance is None:
             raise ConfigurationError(
@@ -148,6 +152,7 @@ def plan(
         dtype=dtype,
         attention=attention,
         reserve=reserve,
+        foreach=foreach,
     )
     with no_collection_of_what_is_there():
         return count_fitting(planner, layout, rank=rank, full_depth=full_depth)[0]

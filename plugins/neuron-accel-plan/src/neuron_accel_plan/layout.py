@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from neuron_accel import DryRun, Instance, find_instance
 from neuron_accel.commands import dry_plan
 from neuron_accel.contract import AxisKind, LayoutSpace, model_without_weights
 from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
+from neuron_accel.neuron.facts import FACTS
 from neuron_accel_plan.calibration import Machine, reserve_of
 from neuron_accel_plan.graphs import Finding, findings
 from neuron_accel_plan.shapes import Results
@@ -202,7 +203,7 @@ class Planner:
     """Counts layouts of one model on a number of ranks. Steps that several layouts have in common are run once.
 
     Args:
-        model, world_size, global_batch, sequence, instance, dtype, attention, reserve: see :func:`plan`.
+        model, world_size, global_batch, sequence, instance, dtype, attention, reserve, foreach: see :func:`plan`.
         options: further options of the accelerator.
 
     Raises:
@@ -220,6 +221,7 @@ class Planner:
         dtype: str = "bfloat16",
         attention: str = "eager",
         reserve: int | None = None,
+        foreach: bool | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.instance: Instance | None = find_instance(instance) if isinstance(instance, str) else instance
@@ -236,6 +238,7 @@ class Planner:
         if self.instance is not None:  # the default counts the tokens of each expert, by their values: docs/xla.md
             _set_experts(self.config, "batched_mm")
         self.world_size, self.global_batch, self.sequence, self.dtype = world_size, global_batch, sequence, dtype
+        self.foreach = _is_native(self.instance) if foreach is None else foreach
         self._options = {k: v for k, v in (options or {}).items() if k != "gradient_accumulation_steps"}
         self.model = model_without_weights(self.config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -481,10 +484,26 @@ class Planner:
 
             try:
                 return count_step(
-                    accelerator, build, batch, blocks=self.blocks, warm_up=run.warm_up, results=self._results
+                    accelerator,
+                    build,
+                    batch,
+                    optimizer=partial(torch.optim.AdamW, foreach=self.foreach),
+                    blocks=self.blocks,
+                    warm_up=run.warm_up,
+                    results=self._results,
                 )
             finally:
                 accelerator.end_training()
+
+
+def _is_native(instance: Instance | None) -> bool:
+    """Whether the installed version of torch trains on an instance with the native device, for which torch's optimizers
+    update all parameters at once, as on CUDA."""
+    version = None if instance is None else instance.runtime(torch.__version__)
+    if instance is None or version is None:  # ranks without Neuron hardware
+        return False
+    rows = [row for row in FACTS["releases"] if row["runtime"] == list(version) and instance.family in row["families"]]
+    return any(row["path"] == "native" for row in rows)
 
 
 def checked_reserve(reserve: int | None, core_bytes: int | None) -> int:

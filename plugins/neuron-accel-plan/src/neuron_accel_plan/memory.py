@@ -131,8 +131,9 @@ class _Position:
             self._when_gradients_of(outputs, lambda: self._enter(name))
 
     def _leave(self, name: str) -> None:
-        if name in self._inside:
-            del self._inside[len(self._inside) - 1 - self._inside[::-1].index(name) :]
+        # Also what is inside it, and no other: gradients arrive at the module before it first, and a recomputation that
+        # stops at the last tensor that is needed leaves no module.
+        self._inside = [each for each in self._inside if each != name and not each.startswith(f"{name}.")]
 
     @staticmethod
     def _when_gradients_of(tensors: Any, action: Callable[[], None]) -> None:
@@ -200,6 +201,8 @@ class StepCounter(TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
+            return True  # transformers asks whether a mask is all ones; that of a dry run is
         differentiating = torch._C._current_graph_task_id() != -1
         if differentiating and not self._differentiating:
             self._save_activations()

@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -673,3 +674,21 @@ def test_refusals(case):
 def test_bad_options(options):
     with pytest.raises(ConfigurationError):
         FullyShardedPlugin(**options)
+
+
+def freed_by_one_collection():
+    accelerator, model, optimizer = prepared(STAGE_3, functools.partial(llama, blocks=5))
+    batch = token_batches(1)[0]
+    for _ in range(2):
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+    found = weakref.ref(model)
+    del accelerator, model, optimizer
+    gc.collect()
+    return found() is None
+
+
+def test_a_deep_model_is_freed_by_one_garbage_collection():
+    assert run_ranks(freed_by_one_collection, 2) == [True, True]
