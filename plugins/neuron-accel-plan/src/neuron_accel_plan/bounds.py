@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from neuron_accel import ActivationCheckpointingPlugin, ChunkedLossPlugin, Instance
 from neuron_accel.contract import AxisKind, AxisSpec, Stages, StrategyPlugin
 from neuron_accel.errors import NeuronAccelError
@@ -40,11 +42,14 @@ _SHARDING = (AxisKind.MODEL, AxisKind.STAGE, AxisKind.DATA)
 _RECOMPUTING = (ActivationCheckpointingPlugin, ChunkedLossPlugin)
 """What adds to the time of the blocks of a layout, and takes nothing from it."""
 _ROUGHLY = 0.8
-"""Share of the products that one family recomputes, by those of a block, that is taken to be recomputed in others."""
+"""Share of what one family recomputes, or takes for more samples, that is taken to hold for others."""
+_NEARLY = 0.97
+"""Share of a time by a line through samples of other sizes that it is taken not to be below."""
 _STATE_BYTES = 12  # of an fp32 master weight and two moments
 _SLACK, _ROUGH = 1.1, 1.5
 """Layouts whose estimated memory exceeds that of a core by more than this factor are not counted: if it is from a
-micro-batch of their own size, or from one of one sample, of which what does not grow with samples is multiplied too."""
+micro-batch of their own size, or by two of other sizes; or from one of one sample, of which what does not grow with
+samples is multiplied too."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,10 @@ class Estimate:
 
 def _without_recomputing(family: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...]:
     return tuple(plugin for plugin in family if not isinstance(plugin, _RECOMPUTING))
+
+
+def _kind(family: tuple[StrategyPlugin, ...]) -> tuple[type, ...]:
+    return tuple(type(plugin) for plugin in family)
 
 
 def _recomputing(family: tuple[StrategyPlugin, ...]) -> str:
@@ -117,17 +126,18 @@ class _Times:
         self.others = line(PASSES, lambda part: part != PRODUCTS and not part.startswith(WAITING))
         self.operations = _Line.through(depths, *(count.operations for count in counts))
         self.weights = _Line.through(depths, *(count.weights for count in counts))
-        self._more: dict[float, tuple[_Line, _Line]] = {}
+        self._more: dict[float, _Line] = {}
 
-    def of_more(self, times: float) -> tuple[_Line, _Line]:
-        """What the passes, and their products, of a micro-batch that is so much larger are not below."""
+    def of_more(self, times: float, growth: float) -> tuple[_Line, _Line]:
+        """What the passes, and their products, of a micro-batch that is so much larger are not below, if with each
+        further one of this size what is not products takes ``growth`` of its time more."""
         if times not in self._more:
-            products = _Line.through(
+            self._more[times] = _Line.through(
                 self._depths, *(multiplying_seconds(count, self._machine, times) for count in self._counts)
             )
-            passes = _Line(products.base + self.others.base, products.block + self.others.block)
-            self._more[times] = passes, products
-        return self._more[times]
+        products, factor = self._more[times], 1 + (times - 1) * growth
+        passes = _Line(products.base + factor * self.others.base, products.block + factor * self.others.block)
+        return passes, products
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,8 @@ class Bounds:
         self._sizes: dict[tuple[str, int], StepCount] = {}
         self._stages: dict[str, Stages | str | None] = {}
         self._facts: dict[int, _Facts] = {}  # by the identity of the plugins, which they keep alive
+        self._large: dict[str, Sample] = {}  # by the family: the first sample of more than one row that was run
+        self._growth: dict[tuple[type, ...], float] = {}  # see `_Times.of_more`; by the plugins of a family
         self._recomputed: dict[str, float] = {}  # by what recomputes: by how much the products of a block grow
         self._at_least: dict[str, float] = {}  # seconds of layouts that are not ruled out
         self._too_large: dict[str, list[tuple[Layout, str]]] = {}  # by the plugins that shard nothing over replicas
@@ -185,6 +197,14 @@ class Bounds:
         """Keeps what was found of a sample."""
         assert not isinstance(answer, Ranked)
         self._samples[repr(sample)] = answer.reason if isinstance(answer, Failed) else answer
+        one = Sample(sample.family, 1)
+        if sample != one and not isinstance(answer, Failed):
+            self._large.setdefault(repr(sample.family), sample)
+        if sample != one and not isinstance(answer, Failed) and not isinstance(self._samples.get(repr(one), ""), str):
+            few, many = self._times_of(one).others.block, self._times_of(sample).others.block
+            growth = (many / few - 1) / (sample.rows - 1)
+            kind = _kind(sample.family)
+            self._growth[kind] = max(0.0, min(_ROUGHLY * growth, self._growth.get(kind, math.inf)))
         less = Sample(_without_recomputing(sample.family), sample.rows)
         if isinstance(answer, Failed) or less == sample or isinstance(self._samples.get(repr(less), ""), str):
             return
@@ -279,38 +299,58 @@ class Bounds:
         if isinstance(stages, str):
             return stages
         number = layout.accumulation if stages is None else stages.microbatches
-        own, first, like = Sample(family, rows // number), Sample(family, 1), Sample(facts.base.family, rows // number)
+        size = rows // number
+        own, first, like = Sample(family, size), Sample(family, 1), Sample(facts.base.family, size)
         if not self.knows(first) and not self.knows(own):
             if isinstance(self._samples[repr(facts.base)], str):
                 return Estimate(layout, number, 0.0, 0.0, first)
-            known = self.knows(like) and not isinstance(self._samples[repr(like)], str)
-            sample = like if known else facts.base
-            seconds = self._least_seconds(
-                layout,
-                sample,
-                stages,
-                (rows // number) / sample.rows,
-                number,
-                head=not any(isinstance(plugin, ChunkedLossPlugin) for plugin in family),
-                more=self._recomputed.get(_recomputing(family), 0.0),
-            )
-            return Estimate(layout, number, 0.0, seconds, first if self.knows(like) else like)
+            head = not any(isinstance(plugin, ChunkedLossPlugin) for plugin in family)
+            more = self._recomputed.get(_recomputing(family), 0.0)
+
+            def least(sample: Sample, times: float = 1.0) -> float:
+                return self._least_seconds(layout, sample, stages, times, number, head=head, more=more)
+
+            sample = like if self._ran(like) else facts.base
+            seconds = max(least(sample, size / sample.rows), _NEARLY * self._by_line(like, least))
+            return Estimate(layout, number, 0.0, seconds, first if self.knows(like) or self._larger(like) else like)
         sample = own if self.knows(own) else first
         counts = self._samples[repr(sample)]
         if isinstance(counts, str):
             return counts
-        times = (rows // number) / sample.rows
+        times = size / sample.rows
         memory = self._memory(layout, sample, stages, times, number)
-        if memory > self._core * (_SLACK if sample == own else _ROUGH):
-            return f"about {memory / 2**30:.1f} GiB, estimated from one micro-batch; {self._of_core()}"
         seconds = self._least_seconds(layout, sample, stages, times, number)
-        following = None if sample == own else own
-        if following is not None and like != own and not isinstance(self._samples[repr(facts.base)], str):
-            if not self.knows(like):  # which several families have in common
-                following = like
-            elif not isinstance(self._samples[repr(like)], str):
+        if sample == own:
+            following = None
+        else:
+            following = own
+            if self._larger(own):
+                memory = self._by_line(own, lambda each: self._memory(layout, each, stages, 1.0, number))
+                line = self._by_line(own, lambda each: self._least_seconds(layout, each, stages, 1.0, number))
+                seconds = max(seconds, _NEARLY * line)
+            if like != own and self._ran(like):
                 seconds = max(seconds, self._least_seconds(layout, sample, stages, times, number, like=like))
+            elif like != own and not self.knows(like) and not self._larger(like) and self._ran(facts.base):
+                following = like  # which several families have in common
+        if memory > self._core * (_SLACK if sample == own or self._larger(own) else _ROUGH):
+            return f"about {memory / 2**30:.1f} GiB, estimated from one micro-batch; {self._of_core()}"
         return Estimate(layout, number, memory, seconds, following)
+
+    def _ran(self, sample: Sample) -> bool:
+        """Whether a sample was run, and is possible."""
+        return not isinstance(self._samples.get(repr(sample), ""), str)
+
+    def _larger(self, sample: Sample) -> Sample | None:
+        """Of the family of a sample one of more than one row, if one row of it was run, too."""
+        return self._large.get(repr(sample.family)) if self._ran(Sample(sample.family, 1)) else None
+
+    def _by_line(self, sample: Sample, of: Callable[[Sample], float]) -> float:
+        """A number of a sample by the line through those of one row and of more; 0 if these were not run."""
+        large = self._larger(sample)
+        if large is None:
+            return 0.0
+        one = of(Sample(sample.family, 1))
+        return one + (of(large) - one) * (sample.rows - 1) / (large.rows - 1)
 
     def _of_core(self) -> str:
         return f"a core has {self._core / 2**30:.3g} GiB without its reserve"
@@ -430,7 +470,9 @@ class Bounds:
         blocks are more by the factor ``1 + more``. ``like`` is a sample of the layout's own size that recomputes
         nothing. See :meth:`_memory`."""
         found = self._times_of(sample)
-        passes, products = (found.passes, found.products) if times == 1 else found.of_more(times)
+        passes, products = found.passes, found.products
+        if times != 1:
+            passes, products = found.of_more(times, self._growth.get(_kind(sample.family), 0.0))
         if like is not None:
             less = self._times_of(like)
             recomputed = max(0.0, products.block - less.products.block)
@@ -469,7 +511,7 @@ class Bounds:
     def _embedding_seconds(self, sample: Sample) -> float:
         """What the passes of a micro-batch take at most in the embedding of tokens, which the last stage has not: less
         than three times the table, and a dozen times its output, are read and written."""
-        table = self._planner.model.get_input_embeddings().weight
+        table: torch.Tensor = self._planner.model.get_input_embeddings().weight  # type: ignore[operator]
         shards = math.prod(a.degree for plugin in sample.family for a in plugin.axes() if a.kind is AxisKind.MODEL)
         rows = sample.rows * self._planner.sequence
         moved = (2 if self._planner.dtype == "bfloat16" else 4) * (
