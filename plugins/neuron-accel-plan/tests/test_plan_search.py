@@ -227,6 +227,77 @@ def test_of_equal_times_the_fewest_micro_batches_are_first(folder):
     assert [ranked.layout.accumulation for ranked in found] == [1, 2, 4]
 
 
+@pytest.fixture
+def bounds(folder):
+    """Of layouts of a small model on 8 ranks, of which nothing was run."""
+    from neuron_accel_plan.bounds import Bounds
+    from neuron_accel_plan.layout import Planner
+
+    from neuron_accel import find_instance
+
+    planner = Planner(folder, world_size=8, global_batch=64, sequence=64, instance="trn1.32xlarge")
+    return Bounds(planner, find_instance("trn1.32xlarge"), None)
+
+
+def test_what_recomputes_is_not_faster_than_what_does_not(bounds):
+    from neuron_accel_plan.search import Layout
+
+    from neuron_accel import ActivationCheckpointingPlugin, ChunkedLossPlugin, Zero1Plugin
+
+    blocks, loss, zero1 = ActivationCheckpointingPlugin(), ChunkedLossPlugin(), Zero1Plugin()
+    plain, more = Layout(plugins=(zero1,), accumulation=2), Layout(plugins=(loss, zero1), accumulation=2)
+    most = Layout(plugins=(blocks, loss, zero1), accumulation=2)
+    assert bounds.by_layouts(more) == (None, 0.0)
+    bounds.learn_layout(plain, 2.0)
+    assert bounds.by_layouts(plain) == (None, 0.0)
+    assert bounds.by_layouts(replace(more, accumulation=4)) == (None, 0.0)
+    for each in (more, most):
+        reason, seconds = bounds.by_layouts(each)
+        assert reason is None
+        assert 2.0 < seconds < 2.0 * (1 + 1e-6)
+    bounds.learn_layout(more, 3.0)
+    assert bounds.by_layouts(most)[1] > 3.0
+    bounds.learn_impossible(plain)  # tells nothing of the time of the others
+    assert bounds.by_layouts(more) == (None, 0.0)
+    assert bounds.by_layouts(most)[1] > 3.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "fits"),
+    [
+        (
+            2,
+            2,
+            {"zero1", "none", "all, accumulation 1", "all, accumulation 4"},
+        ),  # 16 bytes over 2 are those of 4 weights
+        (8, 2, {"all, accumulation 1", "all, accumulation 4"}),
+        (8, 1, {"all, accumulation 2", "all, accumulation 4"}),
+        (8, 4, {"all, accumulation 1"}),
+    ],
+)
+def test_what_shards_less_or_has_larger_micro_batches_needs_no_less_memory(bounds, ranks, accumulation, fits):
+    """Of what is alike otherwise, where the state is sharded over enough ranks; gradients that wait for another
+    micro-batch are needed only if there is one."""
+    from neuron_accel_plan.dry_runs import Failed
+    from neuron_accel_plan.search import Layout
+
+    from neuron_accel import FullyShardedPlugin, TensorParallelPlugin, Zero1Plugin
+
+    tensor = (TensorParallelPlugin(tensor_parallel_size=8 // ranks),) if ranks < 8 else ()
+    every = Layout(plugins=(*tensor, FullyShardedPlugin()), accumulation=accumulation)
+    others = {
+        f"all, accumulation {number}": replace(every, accumulation=number) for number in {1, 2, 4} - {accumulation}
+    }
+    others["zero1"] = replace(every, plugins=(*tensor, Zero1Plugin()))
+    others["none"] = replace(every, plugins=tensor)
+    bounds.learn_impossible(every, Failed("an error"))
+    assert all(bounds.by_layouts(each) == (None, 0.0) for each in others.values())
+    bounds.learn_impossible(every, Failed("24 GiB", too_large=True))
+    reasons = {name: bounds.by_layouts(each)[0] for name, each in others.items()}
+    assert {name for name, reason in reasons.items() if reason is None} == fits
+    assert all(reason is None or (str(every) in reason and "24 GiB" in reason) for reason in reasons.values())
+
+
 @pytest.mark.parametrize(("package", "by"), [("context_parallel", 8), ("expert_parallel", 4)])
 def test_state_is_sharded_over_all_ranks_that_average_gradients(package, by):
     """Along a sequence, too. That of experts, which are not averaged over the ranks that hold them between them, is

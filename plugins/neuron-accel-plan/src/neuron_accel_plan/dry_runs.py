@@ -68,7 +68,7 @@ class Failed:
 Task = Sample | Layout
 """A sample whose steps of few blocks are run, or a layout that is counted."""
 Answer = Sequence[StepCount] | Ranked | Failed
-_WORTHWHILE = 20.0
+_WORTHWHILE = 10.0
 """Seconds of dry runs from which on more processes gain more than their start takes."""
 
 
@@ -106,8 +106,9 @@ class DryRuns:
                 found = answer(self._planner, self._calibration, task)
                 self._seconds.append(time.perf_counter() - started)
                 yield name, found
-                mean = sum(self._seconds) / len(self._seconds)
-                if self._jobs > 1 and mean * (number - done - 1) > _WORTHWHILE:
+                spent = sum(self._seconds)
+                expected = max(spent, spent / len(self._seconds) * (number - done - 1))  # at least as long as until now
+                if self._jobs > 1 and expected > _WORTHWHILE:
                     self._start()
                     break
         if self._processes:

@@ -305,6 +305,14 @@ class _Searcher:
                 *_, number, first = heapq.heappop(heap)
                 assert isinstance(first, Estimate)
                 estimate = first
+                if estimate.sample is not None:  # more samples may be known by now
+                    again = self._bounds.estimate(estimate.layout)
+                    if isinstance(again, str):
+                        rule_out(estimate.layout, again)
+                        continue
+                    if again.sample != estimate.sample or again.seconds > estimate.seconds:
+                        push(replace(again, seconds=max(again.seconds, estimate.seconds)), number)
+                        continue
                 task = estimate.layout if estimate.sample is None else estimate.sample
                 reason, seconds = self._bounds.by_layouts(estimate.layout)
                 if reason is not None:
