@@ -119,11 +119,17 @@ class Instance:
     def runtime(self, torch: str) -> tuple[int, int]:
         """Version of the Neuron runtime with which the version ``torch`` of PyTorch trains on this instance; where none
         is released, the oldest."""
-        given = _release(torch)
-        released = [
-            row for row in FACTS["releases"] if self.family in row["families"] and _release(row["torch"]) <= given
-        ]
+        released = self._released(torch)
         return tuple(released[-1]["runtime"]) if released else OLDEST_RUNTIME
+
+    def native(self, torch: str) -> bool:
+        """Whether the version ``torch`` of PyTorch trains on this instance through the native device."""
+        released = self._released(torch)
+        return bool(released) and released[-1]["path"] == "native"
+
+    def _released(self, torch: str) -> list[Mapping[str, Any]]:
+        given = _release(torch)
+        return [row for row in FACTS["releases"] if self.family in row["families"] and _release(row["torch"]) <= given]
 
     def hardware(self, lnc: int | None = None, runtime: tuple[int, int] = OLDEST_RUNTIME) -> Hardware:
         """The limits that the planner checks, with ``runtime`` as the version of the Neuron runtime."""

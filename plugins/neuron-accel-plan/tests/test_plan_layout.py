@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
+import torch
 from neuron_accel_plan.plan_command import SCHEDULES
 
 from neuron_accel.commands import main
@@ -77,12 +78,13 @@ def test_optimizers_that_update_all_parameters_at_once_take_a_copy_of_the_second
 
 @pytest.mark.parametrize(("torch_version", "native"), [("2.9.0", False), ("2.13.0", True)])
 def test_they_do_on_the_native_device(folder, monkeypatch, torch_version, native):
-    from neuron_accel_plan import layout
+    from neuron_accel_plan.layout import Planner
 
-    monkeypatch.setattr(layout.torch, "__version__", torch_version)
-    found = {name: layout._is_native(layout.find_instance(name)) for name in ("trn1.32xlarge", "trn2.48xlarge")}
-    assert found == {"trn1.32xlarge": False, "trn2.48xlarge": native}
-    assert not layout._is_native(None)
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    few = {"world_size": 2, "global_batch": 4, "sequence": 64}
+    for instance, expected in {"trn1.32xlarge": False, "trn2.48xlarge": native, None: False}.items():
+        assert Planner(folder, instance=instance, **few).foreach is expected
+    assert Planner(folder, instance="trn1.32xlarge", foreach=True, **few).foreach
 
 
 def test_clipping_takes_no_copy_of_the_gradients(folder):

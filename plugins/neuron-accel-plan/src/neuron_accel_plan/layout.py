@@ -22,7 +22,6 @@ from neuron_accel import DryRun, Instance, find_instance
 from neuron_accel.commands import dry_plan
 from neuron_accel.contract import AxisKind, LayoutSpace, model_without_weights
 from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
-from neuron_accel.neuron.facts import FACTS
 from neuron_accel_plan.calibration import Machine, reserve_of
 from neuron_accel_plan.graphs import Finding, findings
 from neuron_accel_plan.shapes import Results
@@ -238,7 +237,9 @@ class Planner:
         if self.instance is not None:  # the default counts the tokens of each expert, by their values: docs/xla.md
             _set_experts(self.config, "batched_mm")
         self.world_size, self.global_batch, self.sequence, self.dtype = world_size, global_batch, sequence, dtype
-        self.foreach = _is_native(self.instance) if foreach is None else foreach
+        if foreach is None:  # torch's optimizers update all parameters at once on the native device, as on CUDA
+            foreach = self.instance is not None and self.instance.native(torch.__version__)
+        self.foreach = foreach
         self._options = {k: v for k, v in (options or {}).items() if k != "gradient_accumulation_steps"}
         self.model = model_without_weights(self.config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -494,16 +495,6 @@ class Planner:
                 )
             finally:
                 accelerator.end_training()
-
-
-def _is_native(instance: Instance | None) -> bool:
-    """Whether the installed version of torch trains on an instance with the native device, for which torch's optimizers
-    update all parameters at once, as on CUDA."""
-    version = None if instance is None else instance.runtime(torch.__version__)
-    if instance is None or version is None:  # ranks without Neuron hardware
-        return False
-    rows = [row for row in FACTS["releases"] if row["runtime"] == list(version) and instance.family in row["families"]]
-    return any(row["path"] == "native" for row in rows)
 
 
 def checked_reserve(reserve: int | None, core_bytes: int | None) -> int:

@@ -36,6 +36,10 @@ class CpuRanks:
     def runtime(self, torch: str) -> None:
         """There is no Neuron runtime."""
 
+    def native(self, torch: str) -> bool:
+        """The device is no Neuron device."""
+        return False
+
     def hardware(self, lnc: int | None = None, runtime: None = None) -> Any:
         """The limits that a plan is checked against: ranks can form groups of every size."""
         from neuron_accel import find_instance
