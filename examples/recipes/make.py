@@ -37,7 +37,8 @@ column the gathered inputs of attention and feed-forward are kept, which
 [`SequenceParallelPlugin`](tensor_parallel.md#gathering-again) gathers again by default. Of TorchTitan Neuron's
 families, GPT-OSS has the recipe [above](#gpt-oss-20b), with TP4 and experts over 8 ranks. Beside experts in parallel,
 fully sharded experts are sharded over the ranks that hold the same ones, and everything else over all data-parallel
-ranks. Tests train these layouts with tiny models, those of trn2 and GPT-OSS also on the stand-in for the
+ranks. That of Llama 3.1 70B on trn2.48xlarge is tight: it leaves 6% of a core, not the 10% that `neuron-accel plan`
+reserves. Tests train these layouts with tiny models, those of trn2 and GPT-OSS also on the stand-in for the
 native device."""
 NEURON = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest"
 OVERLAP = f"""\

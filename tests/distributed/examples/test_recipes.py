@@ -41,12 +41,17 @@ def test_files_are_those_of_the_table(make):
 
 
 def test_predictions_are_those_of_the_recipes(make):
-    """A recipe that was changed has to be counted again, and fits."""
+    """A recipe that was changed has to be counted again, and fits; of the layouts that AWS publishes one is tight."""
     predicted = json.loads((FOLDER / "predicted.json").read_text())
     recipes = {f"{recipe.model}/{recipe.name}": recipe for recipe in make["RECIPES"]}
     assert predicted.keys() <= recipes.keys()
     assert [name for name, found in predicted.items() if found["of"] != make["counted_as"](recipes[name])] == []
-    assert [name for name, found in predicted.items() if found["memory"] > 0.9 * found["core"]] == []
+    tight = {name: found for name, found in predicted.items() if found["memory"] > 0.9 * found["core"]}
+    assert list(tight) == ["llama-3.1-70b/pretrain-trn2.48xlarge-tp4-fsdp16-hybrid"]
+    (found,) = tight.values()
+    left = 1 - found["memory"] / found["core"]
+    page = (FOLDER.parents[1] / "docs" / "recipes.md").read_text()
+    assert f"it leaves {left:.0%} of a core" in " ".join(page.split())
 
 
 def test_published_layouts_decide_that_inputs_are_gathered_again():
