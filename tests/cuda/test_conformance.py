@@ -1,68 +1,26 @@
-"""The built-in plugins keep the contract on CUDA ranks."""
+"""The built-in plugins keep the contract on CUDA ranks, as on the stand-in for the native device."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import pytest
-
-from neuron_accel import (
-    DataParallelPlugin,
-    FullyShardedPlugin,
-    PipelineParallelPlugin,
-    TensorParallelPlugin,
-    Zero1Plugin,
-)
-from neuron_accel.testing import PluginConformance
-from tests.native.test_conformance import HERE
+from tests.native import test_conformance as native
 
 
-class TestDataParallel(PluginConformance):
-    """Beside it: tensor and sequence parallelism, pipelines, activation checkpointing and guards."""
-
+class TestDataParallel(native.TestDataParallel):
     backends = ("cuda",)
-    opt_out = HERE
-    conflicts: ClassVar = {"zero1": "has nothing left to own", "tp2-zero1": "has nothing left to own"}
-
-    @pytest.fixture
-    def plugin(self):
-        return DataParallelPlugin(bucket_cap_mb=0.01)
 
 
-class TestZero1(PluginConformance):
+class TestZero1(native.TestZero1):
     backends = ("cuda",)
-    opt_out = HERE
-
-    @pytest.fixture
-    def plugin(self):
-        return Zero1Plugin(bucket_cap_mb=0.01)
 
 
-class TestTensorParallel(PluginConformance):
+class TestTensorParallel(native.TestTensorParallel):
     backends = ("cuda",)
-    opt_out = HERE
-
-    @pytest.fixture
-    def plugin(self):
-        return TensorParallelPlugin(tensor_parallel_size=2)
 
 
-class TestPipeline(PluginConformance):
+class TestPipeline(native.TestPipeline):
     backends = ("cuda",)
-    opt_out = HERE
-
-    @pytest.fixture
-    def plugin(self):
-        return PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)
 
 
-class TestFullySharded(PluginConformance):
-    """Beside it: tensor and sequence parallelism, pipelines and activation checkpointing."""
-
+class TestFullySharded(native.TestFullySharded):
     backends = ("cuda",)
-    opt_out = HERE
-    conflicts: ClassVar = {"zero1": "claim", "tp2-zero1": "claim"}
-
-    @pytest.fixture
-    def plugin(self):
-        return FullyShardedPlugin()
+    opt_out = native.HERE
