@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -197,20 +197,20 @@ class Bounds:
         """Keeps what was found of a sample."""
         assert not isinstance(answer, Ranked)
         self._samples[repr(sample)] = answer.reason if isinstance(answer, Failed) else answer
-        one = Sample(sample.family, 1)
-        if sample != one and not isinstance(answer, Failed):
-            self._large.setdefault(repr(sample.family), sample)
-        if sample != one and not isinstance(answer, Failed) and not isinstance(self._samples.get(repr(one), ""), str):
-            few, many = self._times_of(one).others.block, self._times_of(sample).others.block
-            growth = (many / few - 1) / (sample.rows - 1)
-            kind = _kind(sample.family)
-            self._growth[kind] = max(0.0, min(_ROUGHLY * growth, self._growth.get(kind, math.inf)))
-        less = Sample(_without_recomputing(sample.family), sample.rows)
-        if isinstance(answer, Failed) or less == sample or isinstance(self._samples.get(repr(less), ""), str):
+        if isinstance(answer, Failed):
             return
-        more = self._times_of(sample).products.block / self._times_of(less).products.block - 1
-        key = _recomputing(sample.family)
-        self._recomputed[key] = max(0.0, min(_ROUGHLY * more, self._recomputed.get(key, math.inf)))
+        one = Sample(sample.family, 1)
+        less = Sample(_without_recomputing(sample.family), sample.rows)
+        if sample != one:
+            self._large.setdefault(repr(sample.family), sample)
+            if self._ran(one) and (few := self._times_of(one).others.block) > 0:
+                growth = _ROUGHLY * (self._times_of(sample).others.block / few - 1) / (sample.rows - 1)
+                kind = _kind(sample.family)
+                self._growth[kind] = max(0.0, min(growth, self._growth.get(kind, math.inf)))
+        if sample != less and self._ran(less) and (products := self._times_of(less).products.block) > 0:
+            more = _ROUGHLY * (self._times_of(sample).products.block / products - 1)
+            key = _recomputing(sample.family)
+            self._recomputed[key] = max(0.0, min(more, self._recomputed.get(key, math.inf)))
 
     def learn_layout(self, layout: Layout, seconds: float) -> None:
         """Keeps what the time of a layout is not below, or what it is predicted to be."""
@@ -511,7 +511,8 @@ class Bounds:
     def _embedding_seconds(self, sample: Sample) -> float:
         """What the passes of a micro-batch take at most in the embedding of tokens, which the last stage has not: less
         than three times the table, and a dozen times its output, are read and written."""
-        table: torch.Tensor = self._planner.model.get_input_embeddings().weight  # type: ignore[operator]
+        model: Any = self._planner.model
+        table: torch.Tensor = model.get_input_embeddings().weight
         shards = math.prod(a.degree for plugin in sample.family for a in plugin.axes() if a.kind is AxisKind.MODEL)
         rows = sample.rows * self._planner.sequence
         moved = (2 if self._planner.dtype == "bfloat16" else 4) * (
