@@ -73,8 +73,9 @@ class Watch:
         self._silence = 0.0  # seconds since the store has answered
         self._over, self._awake, self._told = threading.Event(), threading.Event(), threading.Event()
         self._talker = threading.Thread(target=self._talk, daemon=True, name="neuron_accel_stamps")
+        self._looker = threading.Thread(target=self._look, daemon=True, name="neuron_accel_lost")
         self._talker.start()
-        threading.Thread(target=self._look, daemon=True, name="neuron_accel_lost").start()
+        self._looker.start()
 
     # ---- for the launcher --------------------------------------------------------------------------------------------
     @property
@@ -100,10 +101,11 @@ class Watch:
         self._told.wait(LEAVE_S / 2)
 
     def close(self) -> None:
-        """Leaves this start, so that the stamps of this machine are not missed."""
+        """Leaves this start, whose ranks have ended, so that the stamps of this machine are not missed."""
         self._over.set()
         self._awake.set()
         self._talker.join(READ_S)
+        self._looker.join(READ_S)
 
     # ---- threads -----------------------------------------------------------------------------------------------------
     def _talk(self) -> None:
@@ -156,19 +158,18 @@ class Watch:
 
     def _look(self) -> None:
         """Ends the ranks once there is a reason, and then the launcher if it does not leave by itself."""
-        while self._end is None:
-            if self._over.wait(TURN_S / 4):
-                return
+        while self._end is None and not self._over.wait(TURN_S / 4):
             self._silence += TURN_S / 4
             if self._silence > self._lost_after and self._end is None:
                 host, port = self._address
                 self._end = self._lost(f"the machine with the store, {host}:{port},", "did not answer", is_final=True)
         if self.end is None:
             return
-        print(f"neuron-accel: {self._end.what}; ending the ranks of this machine", file=sys.stderr, flush=True)
-        self._end_ranks()
+        print(f"neuron-accel: {self.end.what}; ending the ranks of this machine", file=sys.stderr, flush=True)
+        if not self._over.is_set():
+            self._end_ranks()
         if not self._over.wait(LEAVE_S):
-            os._exit(self._end.code)
+            os._exit(self.end.code)
 
 
 def _get(store: TCPStore, key: str) -> str:

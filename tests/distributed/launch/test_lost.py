@@ -180,6 +180,17 @@ def test_a_rank_that_was_killed_is_named_before_the_errors_that_follow(watch):
     assert two[1].end is None
 
 
+def test_a_machine_that_leaves_at_once_says_why_the_start_ended(watch, capfd):
+    """Its own ranks had already failed, as their connections closed."""
+    four = [watch(machine) for machine in range(4)]
+    four[0].say(code=137, what="rank 0 failed first: ended by SIGKILL", is_final=False)
+    for one in four[1:]:
+        one.wait_for_cause()
+        one.close()
+    said = f"machine 0 ({socket.gethostname()}): rank 0 failed first: ended by SIGKILL; ending the ranks"
+    assert capfd.readouterr().err.count(said) == 3
+
+
 def test_two_neighbours_are_lost_at_once_and_the_run_may_go_on(watch):
     two = [watch(machine, is_elastic=True) for machine in (0, 3)]  # of four
     for one in two:
