@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ _SHARDING = (AxisKind.MODEL, AxisKind.STAGE, AxisKind.DATA)
 """Kinds of axes that a plugin adds along which weights may be sharded."""
 _RECOMPUTING = (ActivationCheckpointingPlugin, ChunkedLossPlugin)
 """What adds to the time of the blocks of a layout, and takes nothing from it."""
+_EXCHANGES = ("all_to_all", "permute")
+"""Collectives that average nothing."""
 _ROUGHLY = 0.8
 """Share of what one family recomputes, or takes for more samples, that is taken to hold for others."""
 _NEARLY = 0.97
@@ -101,18 +103,18 @@ class _Line:
 
 
 class _Times:
-    """Seconds of a micro-batch, from a sample, without what it waits for over ranks that average gradients: that is
-    once in a step."""
+    """Seconds of a micro-batch, from a sample, without the averaging of gradients, which is once in a step: of what is
+    sent along the ``averaging`` axes only what exchanges samples, such as tokens for experts."""
 
     def __init__(
-        self, counts: Sequence[StepCount], depths: tuple[int, int], machine: Machine, averaging: frozenset[str]
+        self, counts: Sequence[StepCount], depths: tuple[int, int], machine: Machine, averaging: Set[str]
     ) -> None:
         self._counts, self._depths, self._machine = counts, depths, machine
-        waits = {f"{WAITING} {axis}" for axis in averaging}
-        spent = [
-            {what: seconds for what, seconds in spent_seconds(count, machine).items() if what[1] not in waits}
-            for count in counts
-        ]
+
+        def in_each(message: Message) -> bool:
+            return message.op in _EXCHANGES or averaging.isdisjoint(message.axis.split(" x "))
+
+        spent = [spent_seconds(count, machine, in_each) for count in counts]
 
         def line(phases: Iterable[str], parts: Callable[[str], bool] = lambda part: True) -> _Line:
             sums = [sum(s for (phase, part), s in each.items() if phase in phases and parts(part)) for each in spent]
@@ -526,9 +528,7 @@ class Bounds:
             counts = self._samples[key]
             assert not isinstance(counts, str)
             averaging = {axis.name for plugin in sample.family for axis in plugin.axes() if axis.kind in _AVERAGING}
-            axes = {m.axis for count in counts for _, trace in count.traces for m in trace.messages}
-            waits = frozenset(axis for axis in axes if averaging & {*axis.split(" x ")})
-            self._times[key] = _Times(counts, self._planner.depths, self._machine, waits)
+            self._times[key] = _Times(counts, self._planner.depths, self._machine, averaging)
         return self._times[key]
 
     def _reduction(self, layout: Layout, weights: float) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -161,10 +161,11 @@ class _Run:
     Args:
         machine: the constants.
         bound: which of them.
+        counts: whether a message is sent; the others take no time.
     """
 
-    def __init__(self, machine: Machine, bound: Bound) -> None:
-        self._machine, self._bound = machine, bound
+    def __init__(self, machine: Machine, bound: Bound, counts: Callable[[Message], bool] = lambda message: True) -> None:
+        self._machine, self._bound, self._counts = machine, bound, counts
         self.spans: list[Span] = []
         self.spent: Counter[tuple[str, str]] = Counter()  # seconds by phase and part
         self._phase = ""
@@ -178,6 +179,8 @@ class _Run:
                 self._work(event)
                 continue
             message = trace.messages[event.message]
+            if not self._counts(message):
+                continue
             waiting = f"{WAITING} {message.axis}"
             if event.what == "start":
                 seconds = collective_seconds(self._machine, message, self._bound)
@@ -208,11 +211,14 @@ class _Run:
         self._now += seconds
 
 
-def spent_seconds(counts: StepCount, machine: Machine) -> dict[tuple[str, str], float]:
-    """Returns the likely seconds of a step by phase, and what they are spent on, as in :attr:`StepTime.parts`."""
+def spent_seconds(
+    counts: StepCount, machine: Machine, sent: Callable[[Message], bool] = lambda message: True
+) -> dict[tuple[str, str], float]:
+    """Returns the likely seconds of a step by phase, and what they are spent on, as in :attr:`StepTime.parts`, if of
+    all messages only those are sent for which ``sent`` returns True."""
     found: Counter[tuple[str, str]] = Counter()
     for factor, trace in counts.traces:
-        run = _Run(machine, "likely")
+        run = _Run(machine, "likely", sent)
         run.play(trace)
         for what, seconds in run.spent.items():
             found[what] += factor * seconds  # type: ignore[assignment]  # a counter of seconds
