@@ -77,6 +77,19 @@ def _without_recomputing(family: tuple[StrategyPlugin, ...]) -> tuple[StrategyPl
     return tuple(plugin for plugin in family if not isinstance(plugin, _RECOMPUTING))
 
 
+def _chunks_loss(family: tuple[StrategyPlugin, ...]) -> bool:
+    return any(isinstance(plugin, ChunkedLossPlugin) for plugin in family)
+
+
+def _less(family: tuple[StrategyPlugin, ...]) -> tuple[tuple[StrategyPlugin, ...], ...]:
+    """The families that recompute less than this one."""
+    recomputing = [plugin for plugin in family if isinstance(plugin, _RECOMPUTING)]
+    subsets = (itertools.combinations(recomputing, number) for number in range(1, len(recomputing) + 1))
+    return tuple(
+        tuple(plugin for plugin in family if plugin not in removed) for removed in itertools.chain(*subsets)
+    )
+
+
 def _kind(family: tuple[StrategyPlugin, ...]) -> tuple[type, ...]:
     return tuple(type(plugin) for plugin in family)
 
@@ -150,6 +163,7 @@ class _Facts:
         plugins: the plugins.
         family: those that change what a block computes.
         base: the sample from which the time has its first bound.
+        less: families that recompute less.
         stages: those of the pipeline; None without one; why there can be none.
         parts: what is sharded over replicas.
         replicas: ranks that no axis takes.
@@ -160,6 +174,7 @@ class _Facts:
     plugins: tuple[StrategyPlugin, ...]
     family: tuple[StrategyPlugin, ...]
     base: Sample
+    less: tuple[tuple[StrategyPlugin, ...], ...]
     stages: Stages | str | None
     parts: frozenset[str]
     replicas: int
@@ -185,26 +200,39 @@ class Bounds:
         self._sizes: dict[tuple[str, int], StepCount] = {}
         self._stages: dict[str, Stages | str | None] = {}
         self._facts: dict[int, _Facts] = {}  # by the identity of the plugins, which they keep alive
-        self._large: dict[str, Sample] = {}  # by the family: the first sample of more than one row that was run
+        self._large: dict[str, Sample] = {}  # by that of one row: the first of the family with more rows that was run
         self._growth: dict[tuple[type, ...], float] = {}  # see `_Times.of_more`; by the plugins of a family
         self._recomputed: dict[str, float] = {}  # by what recomputes: by how much the products of a block grow
         self._at_least: dict[str, float] = {}  # seconds of layouts that are not ruled out
         self._too_large: dict[str, list[tuple[Layout, str]]] = {}  # by the plugins that shard nothing over replicas
+        self._families: dict[str, tuple[StrategyPlugin, ...]] = {}
+        self._names: dict[int, str] = {}  # by the identity of the families, which they keep alive
+        self._seconds: dict[tuple[int, int, int], float] = {}  # of the reduction of gradients
+
+    def _one(self, family: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...]:
+        """Returns the same object for all families that are equal: options of plugins may have no hash."""
+        found = self._families.setdefault(repr(family), family)
+        self._names[id(found)] = repr(found)
+        return found
+
+    def _key(self, sample: Sample) -> str:
+        name = self._names.get(id(sample.family))
+        return f"{sample.rows} {name or repr(sample.family)}"
 
     def knows(self, sample: Sample) -> bool:
         """Whether a sample was run."""
-        return repr(sample) in self._samples
+        return self._key(sample) in self._samples
 
     def learn(self, sample: Sample, answer: Answer) -> None:
         """Keeps what was found of a sample."""
         assert not isinstance(answer, Ranked)
-        self._samples[repr(sample)] = answer.reason if isinstance(answer, Failed) else answer
+        self._samples[self._key(sample)] = answer.reason if isinstance(answer, Failed) else answer
         if isinstance(answer, Failed):
             return
         one = Sample(sample.family, 1)
         less = Sample(_without_recomputing(sample.family), sample.rows)
         if sample != one:
-            self._large.setdefault(repr(sample.family), sample)
+            self._large.setdefault(self._key(one), sample)
             if self._ran(one) and (few := self._times_of(one).others.block) > 0:
                 growth = _ROUGHLY * (self._times_of(sample).others.block / few - 1) / (sample.rows - 1)
                 kind = _kind(sample.family)
@@ -232,12 +260,9 @@ class Bounds:
         for other, why in self._too_large.get(self._without_sharding(layout), ()):
             if self._needs_less(other, layout):
                 reason = f"it needs no less memory than {other}: {why}"
-        recomputing = [plugin for plugin in layout.plugins if isinstance(plugin, _RECOMPUTING)]
         seconds = 0.0
-        for number in range(1, len(recomputing) + 1):
-            for removed in itertools.combinations(recomputing, number):
-                left = tuple(plugin for plugin in layout.plugins if plugin not in removed)
-                seconds = max(seconds, self._at_least.get(repr(dataclasses.replace(layout, plugins=left)), 0.0))
+        for left in _less(layout.plugins):
+            seconds = max(seconds, self._at_least.get(repr(dataclasses.replace(layout, plugins=left)), 0.0))
         return reason, seconds * (1 + 1e-8)  # what recomputes more is slower, if only by rounding
 
     def _without_sharding(self, layout: Layout) -> str:
@@ -265,11 +290,12 @@ class Bounds:
     def _facts_of(self, layout: Layout) -> _Facts:
         plugins = layout.plugins
         if id(plugins) not in self._facts:
-            space, family = self._planner.space(plugins), family_of(plugins)
+            space, family = self._planner.space(plugins), self._one(family_of(plugins))
             self._facts[id(plugins)] = _Facts(
                 plugins=plugins,
                 family=family,
-                base=Sample(_without_recomputing(family), 1),
+                base=Sample(self._one(_without_recomputing(family)), 1),
+                less=tuple(map(self._one, _less(family))),
                 stages=self._stages_of(plugins),
                 parts=frozenset(part for plugin in plugins for part in plugin.sharded_over_replicas()),
                 replicas=space.replicas,
@@ -303,25 +329,33 @@ class Bounds:
         number = layout.accumulation if stages is None else stages.microbatches
         size = rows // number
         own, first, like = Sample(family, size), Sample(family, 1), Sample(facts.base.family, size)
+
+        def of_less(sample: Sample, times: float = 1.0) -> float:
+            """What the time is not below by a sample of a family that recomputes less."""
+            head = not (_chunks_loss(family) and not _chunks_loss(sample.family))
+            more = self._recomputed.get(_recomputing(family), 0.0) if sample.family == facts.base.family else 0.0
+            return self._least_seconds(layout, sample, stages, times, number, head=head, more=more)
+
+        by_less = max((of_less(Sample(less, size)) for less in facts.less if self._ran(Sample(less, size))), default=0.0)
         if not self.knows(first) and not self.knows(own):
-            if isinstance(self._samples[repr(facts.base)], str):
+            if isinstance(self._samples[self._key(facts.base)], str):
                 return Estimate(layout, number, 0.0, 0.0, first)
-            head = not any(isinstance(plugin, ChunkedLossPlugin) for plugin in family)
-            more = self._recomputed.get(_recomputing(family), 0.0)
-
-            def least(sample: Sample, times: float = 1.0) -> float:
-                return self._least_seconds(layout, sample, stages, times, number, head=head, more=more)
-
-            sample = like if self._ran(like) else facts.base
-            seconds = max(least(sample, size / sample.rows), _NEARLY * self._by_line(like, least))
+            if _chunks_loss(family):
+                with_head = Sample(next(less for less in facts.less if not _chunks_loss(less)), size)
+                known = with_head if self.knows(with_head) else dataclasses.replace(with_head, rows=1)
+                if self._ran(known):  # its peaks in blocks are the same
+                    memory = self._memory(layout, known, stages, size / known.rows, number, in_blocks=True)
+                    if memory > self._core * (_SLACK if known == with_head else _ROUGH):
+                        return self._too_much(memory)
+            seconds = max(of_less(facts.base, size), _NEARLY * self._by_line(like, of_less), by_less)
             return Estimate(layout, number, 0.0, seconds, first if self.knows(like) or self._larger(like) else like)
         sample = own if self.knows(own) else first
-        counts = self._samples[repr(sample)]
+        counts = self._samples[self._key(sample)]
         if isinstance(counts, str):
             return counts
         times = size / sample.rows
         memory = self._memory(layout, sample, stages, times, number)
-        seconds = self._least_seconds(layout, sample, stages, times, number)
+        seconds = max(self._least_seconds(layout, sample, stages, times, number), by_less)
         if sample == own:
             following = None
         else:
@@ -335,16 +369,20 @@ class Bounds:
             elif like != own and not self.knows(like) and not self._larger(like) and self._ran(facts.base):
                 following = like  # which several families have in common
         if memory > self._core * (_SLACK if sample == own or self._larger(own) else _ROUGH):
-            return f"about {memory / 2**30:.1f} GiB, estimated from one micro-batch; {self._of_core()}"
+            return self._too_much(memory)
         return Estimate(layout, number, memory, seconds, following)
+
+    def _too_much(self, memory: float) -> str:
+        return f"about {memory / 2**30:.1f} GiB, estimated from one micro-batch; {self._of_core()}"
 
     def _ran(self, sample: Sample) -> bool:
         """Whether a sample was run, and is possible."""
-        return not isinstance(self._samples.get(repr(sample), ""), str)
+        return not isinstance(self._samples.get(self._key(sample), ""), str)
 
     def _larger(self, sample: Sample) -> Sample | None:
         """Of the family of a sample one of more than one row, if one row of it was run, too."""
-        return self._large.get(repr(sample.family)) if self._ran(Sample(sample.family, 1)) else None
+        one = Sample(sample.family, 1)
+        return self._large.get(self._key(one)) if self._ran(one) else None
 
     def _by_line(self, sample: Sample, of: Callable[[Sample], float]) -> float:
         """A number of a sample by the line through those of one row and of more; 0 if these were not run."""
@@ -370,7 +408,16 @@ class Bounds:
         return None
 
     # ---- memory ------------------------------------------------------------------------------------------------------
-    def _memory(self, layout: Layout, sample: Sample, stages: Stages | None, times: float, micro_batches: int) -> float:
+    def _memory(
+        self,
+        layout: Layout,
+        sample: Sample,
+        stages: Stages | None,
+        times: float,
+        micro_batches: int,
+        *,
+        in_blocks: bool = False,
+    ) -> float:
         """Bytes of the rank with the most of them, from a step of a sample that began without optimizer state.
 
         Args:
@@ -379,13 +426,15 @@ class Bounds:
             stages: those of its pipeline.
             times: size of a micro-batch, by that of the sample.
             micro_batches: number of micro-batches.
+            in_blocks: whether only peaks in blocks count.
         """
         if stages is None:
-            return self._of_rank(layout, sample, self._planner.layers, times, micro_batches)
+            return self._of_rank(layout, sample, self._planner.layers, times, micro_batches, in_blocks=in_blocks)
         kept = [number / len(blocks) for number, blocks in zip(stages.in_flight, stages.blocks, strict=True)]
         own = [sum(blocks) for blocks in stages.blocks]
-        first = self._of_rank(layout, sample, own[0], times, micro_batches, kept[0], ends=(True, False))
-        return max(first, self._of_rank(layout, sample, own[-1], times, micro_batches, kept[-1], ends=(False, True)))
+        first = self._of_rank(layout, sample, own[0], times, micro_batches, kept[0], (True, False), in_blocks=True)
+        last = self._of_rank(layout, sample, own[-1], times, micro_batches, kept[-1], (False, True), in_blocks=in_blocks)
+        return max(first, last)
 
     def _of_rank(
         self,
@@ -396,6 +445,8 @@ class Bounds:
         micro_batches: int,
         kept: float = 1.0,
         ends: tuple[bool, bool] = (True, True),
+        *,
+        in_blocks: bool,
     ) -> float:
         """Bytes of a rank with so many blocks, ``kept`` micro-batches in flight, and what is before or after the
         blocks. Of their weights, each of the two is taken to be half."""
@@ -411,7 +462,7 @@ class Bounds:
         held += _STATE_BYTES * elements / sharding if "optimizer state" in parts else 2 * weights
         most = 0.0
         for peak in count.peaks:
-            if not ends[1] and block_of(peak.moment, self._planner.blocks or "") is None:
+            if in_blocks and block_of(peak.moment, self._planner.blocks or "") is None:
                 continue
             gradients = by_weights * peak.parts[GRADIENTS]
             if peak.moment.phase in PASSES:
@@ -426,7 +477,7 @@ class Bounds:
         return held + most
 
     def _sized(self, sample: Sample, blocks: int) -> StepCount:
-        key = repr(sample), blocks
+        key = self._key(sample), blocks
         if key not in self._sizes:
             shallow = self._samples[key[0]]
             assert not isinstance(shallow, str)
@@ -476,8 +527,11 @@ class Bounds:
         if times != 1:
             passes, products = found.of_more(times, self._growth.get(_kind(sample.family), 0.0))
         if like is not None:
-            less = self._times_of(like)
+            less, base = self._times_of(like), self._times_of(dataclasses.replace(like, rows=1))
             recomputed = max(0.0, products.block - less.products.block)
+            if sample.rows == 1:
+                share = _ROUGHLY * (found.passes.block / base.passes.block - 1)
+                recomputed = max(recomputed, share * less.passes.block)
             passes = _Line(passes.base, less.passes.block + recomputed)
         base = passes.base if head else products.base
         passes = _Line(base, passes.block + more * products.block)
@@ -523,7 +577,7 @@ class Bounds:
         return kernel_seconds(self._machine, Kernel(ELEMENTWISE, self._planner.dtype, 0, round(moved)))
 
     def _times_of(self, sample: Sample) -> _Times:
-        key = repr(sample)
+        key = self._key(sample)
         if key not in self._times:
             counts = self._samples[key]
             assert not isinstance(counts, str)
@@ -539,10 +593,14 @@ class Bounds:
         if replicas == 1:
             return 0.0
         inside = math.prod(axis.degree for axis in facts.axes if axis.kind is not AxisKind.STAGE)
-        group = tuple(range(0, replicas * inside, inside))
         sent = round(weights * (replicas - 1) / replicas)
+        key = replicas, inside, sent
+        if key in self._seconds:
+            return self._seconds[key]
+        group = tuple(range(0, replicas * inside, inside))
 
         def seconds(op: str, size: int) -> float:
             return collective_seconds(self._machine, Message(op, "dp", group, size, self._planner.dtype))
 
-        return min(seconds("all_reduce", 2 * sent), seconds("reduce_scatter", sent) + seconds("all_gather", sent))
+        found = min(seconds("all_reduce", 2 * sent), seconds("reduce_scatter", sent) + seconds("all_gather", sent))
+        return self._seconds.setdefault(key, found)

@@ -108,8 +108,7 @@ class DryRuns:
                 yield name, found
                 spent = sum(self._seconds)
                 expected = max(spent, spent / len(self._seconds) * (number - done - 1))  # at least as long as until now
-                if self._jobs > 1 and expected > _WORTHWHILE:
-                    self._start()
+                if expected > _WORTHWHILE and self.start():
                     break
         if self._processes:
             yield from self._elsewhere(tasks)
@@ -122,7 +121,11 @@ class DryRuns:
             connection.close()
         self._processes.clear()
 
-    def _start(self) -> None:
+    def start(self) -> bool:
+        """Starts the processes, unless there are none to be, and returns whether there are now. Their own start goes on
+        beside what this process does."""
+        if self._jobs == 1 or self._processes:
+            return bool(self._processes)
         context = multiprocessing.get_context("spawn")
         for _ in range(self._jobs):
             here, there = context.Pipe()
@@ -130,6 +133,7 @@ class DryRuns:
             process.start()
             there.close()
             self._processes[here] = process
+        return True
 
     def _elsewhere(self, tasks: Iterator[tuple[str, Task]]) -> Iterator[tuple[str, Answer]]:
         waiting: deque[str] = deque()

@@ -226,6 +226,10 @@ def rank(ranked: Ranked) -> tuple[float, int, int]:
     return float(f"{ranked.time.seconds:.9g}"), ranked.count.accumulation, ranked.count.step.peak.total
 
 
+_MANY = 1000
+"""Number of layouts from which on more processes are started at once, whatever a dry run takes."""
+
+
 class _Searcher:
     def __init__(
         self,
@@ -246,7 +250,10 @@ class _Searcher:
         """Returns the fastest layouts that fit, those that are slower, and those that are not possible."""
         bounds, ruled_out = self._bounds, list[RuledOut]()
         possible: list[Layout] = []
-        for layout in self.layouts():
+        layouts = [*self.layouts()]
+        if len(layouts) > _MANY:
+            self._dry_runs.start()
+        for layout in layouts:
             reason = bounds.cannot_fit(layout)
             if reason is None:
                 possible.append(layout)
