@@ -115,29 +115,48 @@ def test_an_error_of_our_own_is_not_taken_for_a_layout_that_cannot_run(folder, m
                 dry_runs.answer(planner, None, each)
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    pytest.importorskip("neuron_accel_expert_parallel")
+    from transformers import Qwen3MoeConfig
+
+    path = tmp_path_factory.mktemp("mixture")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 8}
+    config = Qwen3MoeConfig(num_hidden_layers=8, vocab_size=256, max_position_embeddings=128, **SIZE, **experts)
+    config.save_pretrained(path)
+    return path
+
+
 WORLDS = {
-    "tensor": (("TensorParallelPlugin", "Zero1Plugin"), 4, 22 << 20),
-    "recomputed": (("ActivationCheckpointingPlugin", "ChunkedLossPlugin"), 2, 8 << 20),
-    "pipeline": (("PipelineParallelPlugin", "FullyShardedPlugin"), 2, 22 << 20),
+    "tensor": ("folder", {"tensor_parallel", "zero1"}, 4, 22 << 20),
+    "recomputed": ("folder", {"activation_checkpointing", "chunked_loss"}, 2, 8 << 20),
+    "pipeline": ("folder", {"pipeline_parallel", "fully_sharded"}, 2, 22 << 20),
+    "experts": ("mixture", {"expert_parallel", "activation_checkpointing", "zero1"}, 4, 30 << 20),
 }
-"""Plugins that offer layouts, samples in a step, and bytes of a core, which some layouts exceed."""
+"""The model, plugins that offer layouts, samples in a step, and bytes of a core, which some layouts exceed."""
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.timeout(180)
-def test_a_search_finds_what_counting_all_layouts_finds(folder, monkeypatch, world):
+def test_a_search_finds_what_counting_all_layouts_finds(request, monkeypatch, world):
     """Every layout is counted and predicted: those that fit, in order, are what the search finds, and nothing is
     faster than its bound."""
     from neuron_accel_plan import candidates, dry_runs, search
     from neuron_accel_plan.layout import Planner
 
-    import neuron_accel
     from neuron_accel import Instance, find_instance
 
-    names, batch, core = WORLDS[world]
-    monkeypatch.setattr(candidates, "offering", lambda: [getattr(neuron_accel, name) for name in names])
+    model, names, batch, core = WORLDS[world]
+    offering = [cls for cls in candidates.offering() if cls.spec.name in names]
+    monkeypatch.setattr(candidates, "offering", lambda: offering)
     monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: core)
-    arguments = {"model": folder, "world_size": 2, "global_batch": batch, "sequence": 128, "instance": "trn1.2xlarge"}
+    arguments = {
+        "model": request.getfixturevalue(model),
+        "world_size": 2,
+        "global_batch": batch,
+        "sequence": 128,
+        "instance": "trn1.2xlarge",
+    }
     planner = Planner(**arguments)
     runs = dry_runs.DryRuns(planner, arguments, None, 1)
     searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), runs, None, lambda done, total: None)

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,9 +87,7 @@ def _less(family: tuple[StrategyPlugin, ...]) -> tuple[tuple[StrategyPlugin, ...
     """The families that recompute less than this one."""
     recomputing = [plugin for plugin in family if isinstance(plugin, _RECOMPUTING)]
     subsets = (itertools.combinations(recomputing, number) for number in range(1, len(recomputing) + 1))
-    return tuple(
-        tuple(plugin for plugin in family if plugin not in removed) for removed in itertools.chain(*subsets)
-    )
+    return tuple(tuple(plugin for plugin in family if plugin not in removed) for removed in itertools.chain(*subsets))
 
 
 def _kind(family: tuple[StrategyPlugin, ...]) -> tuple[type, ...]:
@@ -114,6 +113,10 @@ class _Line:
 
     def of_model(self, blocks: int) -> float:
         return self.base + blocks * self.block
+
+    def over(self, other: _Line) -> float:
+        """How many times the number of a block is that of another; 1 if that is 0."""
+        return self.block / other.block if other.block > 0 else 1.0
 
 
 class _Times:
@@ -242,10 +245,13 @@ class Bounds:
             if self._ran(one) and (few := self._times_of(one).others.block) > 0:
                 growth = _ROUGHLY * (self._times_of(sample).others.block / few - 1) / (sample.rows - 1)
                 self._growth[kind] = max(0.0, min(growth, self._growth.get(kind, _ROUGHLY)))
-        if sample != less and self._ran(less) and (passes := self._times_of(less).passes.block) > 0:
-            more = _ROUGHLY * (self._times_of(sample).passes.block / passes - 1)
+        if sample != less and self._ran(less):
+            now, before = self._times_of(sample), self._times_of(less)
+            # Of the two, the one that is less: what is sent is recomputed too, and not alike for all families.
+            more = min(now.passes.over(before.passes), now.products.over(before.products))
+            more = _ROUGHLY * (more - 1)
             key = _recomputing(sample.family)
-            self._recomputed[key] = max(0.0, min(more, self._recomputed.get(key, math.inf)))
+            self._recomputed[key] = max(0.0, min(more, self._recomputed.get(key, 1.0)))
 
     def _room_of(self, sample: Sample) -> float:
         """Bytes that the passes of a sample take at most, besides weights and gradients."""
@@ -346,7 +352,8 @@ class Bounds:
             more = self._recomputed.get(_recomputing(family), 0.0) if sample.family == facts.base.family else 0.0
             return self._least_seconds(layout, sample, stages, times, number, head=head, more=more)
 
-        by_less = max((of_less(Sample(less, size)) for less in facts.less if self._ran(Sample(less, size))), default=0.0)
+        samples = [Sample(less, size) for less in facts.less]
+        by_less = max((of_less(sample) for sample in samples if self._ran(sample)), default=0.0)
         if not self.knows(first) and not self.knows(own):
             if isinstance(self._samples[self._key(facts.base)], str):
                 return Estimate(layout, number, 0.0, 0.0, first)
@@ -442,24 +449,25 @@ class Bounds:
             in_blocks: whether only peaks in blocks count.
         """
         if stages is None:
-            return self._of_rank(layout, sample, self._planner.layers, times, micro_batches, in_blocks=in_blocks)
+            blocks = self._planner.layers
+            return self._of_rank(layout, sample, blocks, times=times, micro_batches=micro_batches, in_blocks=in_blocks)
         kept = [number / len(blocks) for number, blocks in zip(stages.in_flight, stages.blocks, strict=True)]
         own = [sum(blocks) for blocks in stages.blocks]
-        first = self._of_rank(layout, sample, own[0], times, micro_batches, kept[0], (True, False), in_blocks=True)
-        last = self._of_rank(layout, sample, own[-1], times, micro_batches, kept[-1], (False, True), in_blocks=in_blocks)
-        return max(first, last)
+        of_rank = partial(self._of_rank, layout, sample, times=times, micro_batches=micro_batches)
+        first = of_rank(own[0], kept=kept[0], ends=(True, False), in_blocks=True)
+        return max(first, of_rank(own[-1], kept=kept[-1], ends=(False, True), in_blocks=in_blocks))
 
     def _of_rank(
         self,
         layout: Layout,
         sample: Sample,
         blocks: int,
+        *,
         times: float,
         micro_batches: int,
+        in_blocks: bool,
         kept: float = 1.0,
         ends: tuple[bool, bool] = (True, True),
-        *,
-        in_blocks: bool,
     ) -> float:
         """Bytes of a rank with so many blocks, ``kept`` micro-batches in flight, and what is before or after the
         blocks. Of their weights, each of the two is taken to be half."""
@@ -541,10 +549,10 @@ class Bounds:
         if times != 1:
             passes, products = found.of_more(times, self._growth.get(_kind(sample.family), 0.0))
         if like is not None:
-            less, base = self._times_of(like), self._times_of(dataclasses.replace(like, rows=1))
+            less, one = self._times_of(like), self._times_of(dataclasses.replace(like, rows=1))
             recomputed = max(0.0, products.block - less.products.block)
             if sample.rows == 1:
-                share = _ROUGHLY * (found.passes.block / base.passes.block - 1)
+                share = _ROUGHLY * (found.passes.over(one.passes) - 1)
                 recomputed = max(recomputed, share * less.passes.block)
             passes = _Line(passes.base, less.passes.block + recomputed)
         base = passes.base if head else products.base

@@ -164,7 +164,9 @@ class _Run:
         counts: whether a message is sent; the others take no time.
     """
 
-    def __init__(self, machine: Machine, bound: Bound, counts: Callable[[Message], bool] = lambda message: True) -> None:
+    def __init__(
+        self, machine: Machine, bound: Bound, counts: Callable[[Message], bool] = lambda message: True
+    ) -> None:
         self._machine, self._bound, self._counts = machine, bound, counts
         self.spans: list[Span] = []
         self.spent: Counter[tuple[str, str]] = Counter()  # seconds by phase and part
