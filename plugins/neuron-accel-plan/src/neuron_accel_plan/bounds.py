@@ -210,7 +210,7 @@ class Bounds:
         self._room: dict[tuple[type, ...], float] = {}  # the same of the memory that passes take
         self._recomputed: dict[str, float] = {}  # by what recomputes: by how much the passes of a block grow
         self._at_least: dict[str, float] = {}  # seconds of layouts that are not ruled out
-        self._too_large: dict[str, list[tuple[Layout, str]]] = {}  # by the plugins that shard nothing over replicas
+        self._too_large: dict[str, list[tuple[Layout, Failed]]] = {}  # by the plugins that shard nothing over replicas
         self._families: dict[str, tuple[StrategyPlugin, ...]] = {}
         self._names: dict[int, str] = {}  # by the identity of the families, which they keep alive
         self._seconds: dict[tuple[int, int, int], float] = {}  # of the reduction of gradients
@@ -266,16 +266,20 @@ class Bounds:
         """Keeps that a layout is ruled out; ``why``, if it was counted."""
         self._at_least.pop(repr(layout), None)
         if why is not None and why.too_large:
-            self._too_large.setdefault(self._without_sharding(layout), []).append((layout, why.reason))
+            self._too_large.setdefault(self._without_sharding(layout), []).append((layout, why))
 
     def by_layouts(self, layout: Layout) -> tuple[str | None, float]:
         """Returns why a layout does not fit, and what its time is not below, by what is known of others: of one that
-        shards more over replicas, or has smaller micro-batches, and does not fit; and of those that recompute less, and
-        are not ruled out."""
+        shards more over replicas, has smaller micro-batches or the whole loss, and does not fit; and of those that
+        recompute less, and are not ruled out."""
         reason = None
-        for other, why in self._too_large.get(self._without_sharding(layout), ()):
-            if self._needs_less(other, layout):
-                reason = f"it needs no less memory than {other}: {why}"
+        with_head = dataclasses.replace(
+            layout, plugins=tuple(plugin for plugin in layout.plugins if not isinstance(plugin, ChunkedLossPlugin))
+        )
+        for each in (layout, with_head):  # whose peak is the same if it is in a block
+            for other, why in self._too_large.get(self._without_sharding(each), ()):
+                if (each is layout or why.in_block) and self._needs_less(other, each):
+                    reason = f"it needs no less memory than {other}: {why.reason}"
         seconds = 0.0
         for left in _less(layout.plugins):
             seconds = max(seconds, self._at_least.get(repr(dataclasses.replace(layout, plugins=left)), 0.0))
@@ -292,10 +296,9 @@ class Bounds:
             return False  # gradients wait for another micro-batch only if there is one
         if one.plugins == other.plugins:
             return True
-        if any(axis.kind is AxisKind.DATA for axis in facts.axes):
-            return False
-        averaging = facts.replicas * math.prod(axis.degree for axis in facts.axes if axis.kind in _AVERAGING)
-        # The state that is sharded is that of fp32 weights; that of all others has their dtype.
+        # Weights that an axis of samples shards, as those of experts, are not averaged along it. The state that is
+        # sharded is that of fp32 weights; that of all others has their dtype.
+        averaging = facts.replicas * math.prod(axis.degree for axis in facts.axes if axis.kind is AxisKind.SEQUENCE)
         return facts.parts > others.parts and averaging >= _STATE_BYTES / 3
 
     def first_sample(self, layout: Layout) -> Sample:
@@ -578,11 +581,14 @@ class Bounds:
             rest /= self._sharding(layout, found.weights.of_model(self._planner.layers))
         reduction = self._reduction(layout, weights)
         overlap = min(1.0, self._machine.overlap.at())
-        least = micro_batches * each / hidden + rest + (1 - overlap) * reduction
+        # A further micro-batch adds to the gradients: two operands and a result.
+        added = Kernel(ELEMENTWISE, self._planner.dtype, 0, round(3 * weights))
+        passing = micro_batches * each + (micro_batches - 1) * kernel_seconds(self._machine, added)
+        least = passing / hidden + rest + (1 - overlap) * reduction
         if stages is None and times == 1:
             # Reduction begins in the last backward pass. Its second half, of weights, may run beside the update.
             tail = 0.0 if "weights" in parts else reduction / 2
-            before = micro_batches * each - found.backward.of_model(self._planner.layers)
+            before = passing - found.backward.of_model(self._planner.layers)
             least = max(least, before + reduction / 2 + max(rest, tail))
         return least
 

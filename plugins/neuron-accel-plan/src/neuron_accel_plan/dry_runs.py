@@ -20,7 +20,7 @@ from neuron_accel.contract import StrategyPlugin
 from neuron_accel.errors import NeuronAccelError, UsageError
 from neuron_accel_plan.candidates import Layout
 from neuron_accel_plan.layout import LayoutCount, Planner, forget_what_is_there, no_collection_of_what_is_there
-from neuron_accel_plan.step import StepCount
+from neuron_accel_plan.step import StepCount, block_of
 from neuron_accel_plan.time import StepTime
 
 
@@ -59,10 +59,12 @@ class Failed:
     Args:
         reason: one sentence.
         too_large: whether it runs, and has not enough memory.
+        in_block: whether the rank of the first stage needs too much in a block of the model.
     """
 
     reason: str
     too_large: bool = False
+    in_block: bool = False
 
 
 Task = Sample | Layout
@@ -211,6 +213,7 @@ def answer(planner: Planner, calibration: Any, task: Task) -> Answer:
             f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
             f"a core has {room / 2**30:.3g} GiB without its reserve",
             too_large=True,
+            in_block=count.rank == 0 and block_of(peak.moment, planner.blocks or "") is not None,
         )
     return Ranked(layout=task, count=count, time=count.predict(calibration))
 
