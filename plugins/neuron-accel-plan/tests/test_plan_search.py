@@ -317,6 +317,21 @@ def test_what_shards_less_or_has_larger_micro_batches_needs_no_less_memory(bound
     assert all(reason is None or (str(every) in reason and "24 GiB" in reason) for reason in reasons.values())
 
 
+@pytest.mark.parametrize("in_block", [True, False])
+def test_a_chunked_loss_does_not_help_where_a_block_needs_too_much(bounds, in_block):
+    from neuron_accel_plan.dry_runs import Failed
+    from neuron_accel_plan.search import Layout
+
+    from neuron_accel import ChunkedLossPlugin, FullyShardedPlugin, Zero1Plugin
+
+    whole, loss = Layout(plugins=(FullyShardedPlugin(),), accumulation=2), ChunkedLossPlugin()
+    bounds.learn_impossible(whole, Failed("24 GiB", too_large=True, in_block=in_block))
+    for others in ((FullyShardedPlugin(),), (Zero1Plugin(),), ()):  # those that shard less do not help either
+        reason, _ = bounds.by_layouts(replace(whole, plugins=(loss, *others)))
+        assert (reason is None) != in_block
+        assert reason is None or (str(whole) in reason and "24 GiB" in reason)
+
+
 @pytest.mark.parametrize(("package", "by"), [("context_parallel", 8), ("expert_parallel", 4)])
 def test_state_is_sharded_over_all_ranks_that_average_gradients(package, by):
     """Along a sequence, too. That of experts, which are not averaged over the ranks that hold them between them, is
