@@ -272,11 +272,11 @@ class Bounds:
         """Returns why a layout does not fit, and what its time is not below, by what is known of others: of one that
         shards more over replicas, has smaller micro-batches or the whole loss, and does not fit; and of those that
         recompute less, and are not ruled out."""
-        reason = None
-        with_head = dataclasses.replace(
-            layout, plugins=tuple(plugin for plugin in layout.plugins if not isinstance(plugin, ChunkedLossPlugin))
-        )
-        for each in (layout, with_head):  # whose peak is the same if it is in a block
+        reason, alike = None, [layout]
+        if _chunks_loss(layout.plugins):  # without it the peak is the same if it is in a block
+            with_head = tuple(plugin for plugin in layout.plugins if not isinstance(plugin, ChunkedLossPlugin))
+            alike.append(dataclasses.replace(layout, plugins=with_head))
+        for each in alike:
             for other, why in self._too_large.get(self._without_sharding(each), ()):
                 if (each is layout or why.in_block) and self._needs_less(other, each):
                     reason = f"it needs no less memory than {other}: {why.reason}"
@@ -384,7 +384,7 @@ class Bounds:
                 memory = self._by_line(own, lambda each: self._memory(layout, each, stages, 1.0, number))
                 line = self._by_line(own, lambda each: self._least_seconds(layout, each, stages, 1.0, number))
                 seconds = max(seconds, _NEARLY * line)
-            if like != own and self._ran(like):
+            if like != own and self._ran(like) and self._ran(facts.base):
                 seconds = max(seconds, self._least_seconds(layout, sample, stages, times, number, like=like))
             elif like != own and not self.knows(like) and not self._larger(like) and self._ran(facts.base):
                 following = like  # which several families have in common
