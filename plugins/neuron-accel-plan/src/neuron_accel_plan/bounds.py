@@ -144,6 +144,7 @@ class _Times:
         self.rest = line(phases - {*PASSES})
         self.others = line(PASSES, lambda part: part != PRODUCTS)
         self.kernels = line(PASSES, lambda part: part != PRODUCTS and not part.startswith(WAITING))
+        self.waiting = line(PASSES, lambda part: part.startswith(WAITING))
         self.operations = _Line.through(depths, *(count.operations for count in counts))
         self.weights = _Line.through(depths, *(count.weights for count in counts))
         self._more: dict[float, _Line] = {}
@@ -564,7 +565,7 @@ class Bounds:
         if stages is None:
             blocks = self._planner.layers
             each, rest, weights = (line.of_model(blocks) for line in (passes, found.rest, found.weights))
-            hidden = 1.0
+            hidden, waiting = 1.0, times * found.waiting.of_model(blocks)
         else:  # of the stage with most operations; only the last one has the head
             last = len(stages.blocks) - 1
             sizes = [sum(own) for own in stages.blocks]
@@ -576,14 +577,14 @@ class Bounds:
                 each += products.base
                 each += max(0.0, found.kernels.base - self._embedding_seconds(sample)) if head else 0.0
             rest, weights = (sizes[slowest] * line.block for line in (found.rest, found.weights))
-            hidden = 1 - stages.bubble
+            hidden, waiting = 1 - stages.bubble, times * sizes[slowest] * found.waiting.block
         if "optimizer state" in parts:
             rest /= self._sharding(layout, found.weights.of_model(self._planner.layers))
         reduction = self._reduction(layout, weights)
         overlap = min(1.0, self._machine.overlap.at())
-        # A further micro-batch adds to the gradients: two operands and a result.
-        added = Kernel(ELEMENTWISE, self._planner.dtype, 0, round(3 * weights))
-        passing = micro_batches * each + (micro_batches - 1) * kernel_seconds(self._machine, added)
+        # A further micro-batch adds to the gradients, reading and writing them, perhaps while it would wait otherwise.
+        added = kernel_seconds(self._machine, Kernel(ELEMENTWISE, self._planner.dtype, 0, round(2 * weights)))
+        passing = micro_batches * each + (micro_batches - 1) * max(0.0, added - waiting)
         least = passing / hidden + rest + (1 - overlap) * reduction
         if stages is None and times == 1:
             # Reduction begins in the last backward pass. Its second half, of weights, may run beside the update.
