@@ -88,6 +88,17 @@ def test_every_chart_has_a_point_for_each_step(driver, reports):
     assert {"Parts of a step: first", "Parts of a step: second"} <= set(drawn(driver))
 
 
+def test_charts_are_there_when_the_page_is_loaded(driver, reports):
+    """An observer of their size draws them again, if it changes; it is called later."""
+    nothing = "window.ResizeObserver = class { observe() {} }"
+    script = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": nothing})
+    try:
+        driver.get(reports["one"])
+        assert drawn(driver)["Loss"] == [60]
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
 def test_the_map_names_the_late_rank(driver, reports):
     driver.get(reports["one"])
     labels = driver.find_elements("css selector", "svg text.late")

@@ -321,7 +321,8 @@
     const number = Number(figure.dataset.chart);
     listen(figure, number);
     figure.querySelector("input")?.addEventListener("change", () => draw(figure, number));
-    let width = 0;
+    let width = figure.clientWidth;
+    if (width) draw(figure, number);  // an observer is called after the page is loaded
     new ResizeObserver(() => {
       if (figure.clientWidth !== width) { width = figure.clientWidth; draw(figure, number); }
     }).observe(figure);
