@@ -240,8 +240,8 @@ class Bounds:
         less = Sample(_without_recomputing(sample.family), sample.rows)
         if sample != one:
             self._large.setdefault(self._key(one), sample)
-            if self._ran(one):
-                room = _ROUGHLY * (self._room_of(sample) / self._room_of(one) - 1) / (sample.rows - 1)
+            if self._ran(one) and (few := self._room_of(one)) > 0:
+                room = _ROUGHLY * (self._room_of(sample) / few - 1) / (sample.rows - 1)
                 self._room[kind] = max(0.0, min(room, self._room.get(kind, _ROUGHLY)))
             if self._ran(one) and (few := self._times_of(one).others.block) > 0:
                 growth = _ROUGHLY * (self._times_of(sample).others.block / few - 1) / (sample.rows - 1)
@@ -257,7 +257,8 @@ class Bounds:
     def _room_of(self, sample: Sample) -> float:
         """Bytes that the passes of a sample take at most, besides weights and gradients."""
         peaks = self._sized(sample, self._planner.layers).peaks
-        return max(p.parts[ACTIVATIONS] + p.parts[TEMPORARY] for p in peaks if p.moment.phase in PASSES)
+        taken = (p.parts[ACTIVATIONS] + p.parts[TEMPORARY] for p in peaks if p.moment.phase in PASSES)
+        return max(taken, default=0)
 
     def learn_layout(self, layout: Layout, seconds: float) -> None:
         """Keeps what the time of a layout is not below, or what it is predicted to be."""
