@@ -91,6 +91,31 @@ def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, mon
     assert not two._processes
 
 
+@pytest.mark.parametrize("many", [1, 1000])
+def test_processes_are_started_at_once_if_there_are_many_layouts(folder, monkeypatch, many):
+    from neuron_accel_plan import dry_runs, search
+    from neuron_accel_plan.layout import Planner
+
+    from neuron_accel import find_instance
+
+    class Runs(dry_runs.DryRuns):
+        started = 0
+
+        def start(self):
+            self.started += 1
+            return super().start()
+
+    monkeypatch.setattr(search, "_MANY", many)
+    arguments = {"model": folder, "world_size": 2, "global_batch": 2, "sequence": 64, "instance": "trn1.2xlarge"}
+    planner = Planner(**arguments)
+    runs = Runs(planner, arguments, None, 1)
+    searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), runs, None, lambda done, total: None)
+    monkeypatch.setattr(searcher, "layouts", lambda: [search.Layout(plugins=(), accumulation=n) for n in (1, 2)])
+    monkeypatch.setattr(dry_runs, "_WORTHWHILE", 1e9)
+    assert searcher.run(1)[0]
+    assert runs.started == (many == 1)
+
+
 @pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError])
 def test_an_error_of_our_own_is_not_taken_for_a_layout_that_cannot_run(folder, monkeypatch, kind):
     """As in :mod:`neuron_accel_plan.changes`; one of the model's code is a reason."""
