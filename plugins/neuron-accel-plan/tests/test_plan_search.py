@@ -75,17 +75,22 @@ def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, mon
     }
     planner = Planner(**arguments)
     alone, two = (dry_runs.DryRuns(planner, arguments, None, jobs) for jobs in (1, 2))
-    expected = dict(alone.answers(tasks.items(), 3))
+
+    def answers(runs):
+        following = iter(tasks.items())
+        return runs.answers(lambda: next(following, None), 3)
+
+    expected = dict(answers(alone))
     try:
-        found = dict(two.answers(tasks.items(), 3))
-        assert list(found) == list(tasks)
-        assert repr(found) == repr(expected)
+        found = dict(answers(two))
+        assert {*found} == {*tasks}
+        assert repr([found[name] for name in tasks]) == repr([expected[name] for name in tasks])
         assert "64" in found["impossible"].reason
         for process in two._processes.values():
             process.kill()
             process.join()
         with pytest.raises(UsageError, match="--jobs 1"):
-            list(two.answers(tasks.items(), 3))
+            list(answers(two))
     finally:
         two.close()
     assert not two._processes
@@ -213,10 +218,9 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(folder):
     taken = {"1": 3.0, "2": 1.5, "4": None, "8": 2.5}
 
     class Answers:
-        width = 1
-
-        def answers(self, tasks, number):
-            for name, layout in tasks:
+        def answers(self, following, number):
+            while (task := following()) is not None:
+                name, layout = task
                 asked.append(str(layout.accumulation))
                 seconds = taken[asked[-1]]
                 time = replace(count.predict(), seconds=seconds or 0.0)
@@ -253,10 +257,9 @@ def test_of_equal_times_the_fewest_micro_batches_are_first(folder):
     seconds = {4: 2.0, 2: 2.0 * (1 + 1e-13), 1: 2.0 * (1 - 1e-13)}
 
     class Answers:
-        width = 1
-
-        def answers(self, tasks, number):
-            for name, layout in tasks:
+        def answers(self, following, number):
+            while (task := following()) is not None:
+                name, layout = task
                 time = replace(count.predict(), seconds=seconds[layout.accumulation])
                 counted = replace(count, accumulation=layout.accumulation)
                 yield name, search.Ranked(layout=layout, count=counted, time=time)

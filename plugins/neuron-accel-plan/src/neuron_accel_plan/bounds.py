@@ -114,6 +114,9 @@ class _Line:
     def of_model(self, blocks: int) -> float:
         return self.base + blocks * self.block
 
+    def without(self, other: _Line) -> _Line:
+        return _Line(self.base - other.base, self.block - other.block)
+
     def over(self, other: _Line) -> float:
         """How many times the number of a block is that of another; 1 if that is 0."""
         return self.block / other.block if other.block > 0 else 1.0
@@ -169,8 +172,6 @@ class _Facts:
         plugins: the plugins.
         family: those that change what a block computes.
         base: the sample from which the time has its first bound.
-        less: families that recompute less.
-        stages: those of the pipeline; None without one; why there can be none.
         parts: what is sharded over replicas.
         replicas: ranks that no axis takes.
         rows: samples of a data-parallel rank in a step.
@@ -180,8 +181,6 @@ class _Facts:
     plugins: tuple[StrategyPlugin, ...]
     family: tuple[StrategyPlugin, ...]
     base: Sample
-    less: tuple[tuple[StrategyPlugin, ...], ...]
-    stages: Stages | str | None
     parts: frozenset[str]
     replicas: int
     rows: int
@@ -204,7 +203,9 @@ class Bounds:
         self._samples: dict[str, Sequence[StepCount] | str] = {}
         self._times: dict[str, _Times] = {}
         self._sizes: dict[tuple[str, int], StepCount] = {}
-        self._stages: dict[str, Stages | str | None] = {}
+        self._stages: dict[str, Stages | str | None] = {}  # by a plugin
+        self._staged: dict[int, Stages | str | None] = {}  # by the identity of the plugins
+        self._less: dict[int, tuple[tuple[StrategyPlugin, ...], ...]] = {}  # by the identity of a family
         self._facts: dict[int, _Facts] = {}  # by the identity of the plugins, which they keep alive
         self._large: dict[str, Sample] = {}  # by that of one row: the first of the family with more rows that was run
         self._growth: dict[tuple[type, ...], float] = {}  # see `_Times.of_more`; by the plugins of a family
@@ -224,7 +225,7 @@ class Bounds:
 
     def _key(self, sample: Sample) -> str:
         name = self._names.get(id(sample.family))
-        return f"{sample.rows} {name or repr(sample.family)}"
+        return f"{sample.micro_batches} x {sample.rows} {name or repr(sample.family)}"
 
     def knows(self, sample: Sample) -> bool:
         """Whether a sample was run."""
@@ -234,7 +235,7 @@ class Bounds:
         """Keeps what was found of a sample."""
         assert not isinstance(answer, Ranked)
         self._samples[self._key(sample)] = answer.reason if isinstance(answer, Failed) else answer
-        if isinstance(answer, Failed):
+        if isinstance(answer, Failed) or sample.micro_batches > 1:
             return
         one, kind = Sample(sample.family, 1), _kind(sample.family)
         less = Sample(_without_recomputing(sample.family), sample.rows)
@@ -287,6 +288,10 @@ class Bounds:
             seconds = max(seconds, self._at_least.get(repr(dataclasses.replace(layout, plugins=left)), 0.0))
         return reason, seconds * (1 + 1e-8)  # what recomputes more is slower, if only by rounding
 
+    def common(self, layout: Layout) -> str:
+        """What is the same for layouts of which one may tell something of another (:meth:`by_layouts`)."""
+        return self._without_sharding(dataclasses.replace(layout, plugins=_without_recomputing(layout.plugins)))
+
     def _without_sharding(self, layout: Layout) -> str:
         return repr([plugin for plugin in layout.plugins if not plugin.sharded_over_replicas()])
 
@@ -316,8 +321,6 @@ class Bounds:
                 plugins=plugins,
                 family=family,
                 base=Sample(self._one(_without_recomputing(family)), 1),
-                less=tuple(map(self._one, _less(family))),
-                stages=self._stages_of(plugins),
                 parts=frozenset(part for plugin in plugins for part in plugin.sharded_over_replicas()),
                 replicas=space.replicas,
                 rows=space.global_batch // space.data_ranks,
@@ -343,8 +346,9 @@ class Bounds:
 
     def estimate(self, layout: Layout) -> Estimate | str:
         """Returns what is known of a layout, or why it is not possible."""
-        facts = self._facts_of(layout)
-        family, stages, rows = facts.family, facts.stages, facts.rows
+        facts, stages = self._facts_of(layout), self._stages_of(layout)
+        family, rows = facts.family, facts.rows
+        less = self._less_of(family)
         if isinstance(stages, str):
             return stages
         number = layout.accumulation if stages is None else stages.microbatches
@@ -357,13 +361,13 @@ class Bounds:
             more = self._recomputed.get(_recomputing(family), 0.0) if sample.family == facts.base.family else 0.0
             return self._least_seconds(layout, sample, stages, times, number, head=head, more=more)
 
-        samples = [Sample(less, size) for less in facts.less]
+        samples = [Sample(each, size) for each in less]
         by_less = max((of_less(sample) for sample in samples if self._ran(sample)), default=0.0)
         if not self.knows(first) and not self.knows(own):
             if isinstance(self._samples[self._key(facts.base)], str):
                 return Estimate(layout, number, 0.0, 0.0, first)
             if _chunks_loss(family):
-                with_head = Sample(next(less for less in facts.less if not _chunks_loss(less)), size)
+                with_head = Sample(next(each for each in less if not _chunks_loss(each)), size)
                 known = with_head if self.knows(with_head) else dataclasses.replace(with_head, rows=1)
                 if self._ran(known):  # its peaks in blocks are the same
                     memory = self._memory(layout, known, stages, size / known.rows, number, in_blocks=True)
@@ -379,7 +383,8 @@ class Bounds:
         memory = self._memory(layout, sample, stages, times, number)
         seconds = max(self._least_seconds(layout, sample, stages, times, number), by_less)
         if sample == own:
-            following = None
+            twice = dataclasses.replace(own, micro_batches=2)
+            following = None if number == 1 or self.knows(twice) else twice
         else:
             following = own
             if self._larger(own):
@@ -420,17 +425,28 @@ class Bounds:
     def _of_core(self) -> str:
         return f"a core has {self._core / 2**30:.3g} GiB without its reserve"
 
-    def _stages_of(self, plugins: tuple[StrategyPlugin, ...]) -> Stages | str | None:
-        for plugin in plugins:
-            key = repr(plugin)
-            if key not in self._stages:
-                try:
-                    self._stages[key] = plugin.stages(self._planner.model)
-                except NeuronAccelError as error:
-                    self._stages[key] = first_line(error)
-            if self._stages[key] is not None:
-                return self._stages[key]
-        return None
+    def _less_of(self, family: tuple[StrategyPlugin, ...]) -> tuple[tuple[StrategyPlugin, ...], ...]:
+        if id(family) not in self._less:
+            self._less[id(family)] = tuple(map(self._one, _less(family)))
+        return self._less[id(family)]
+
+    def _stages_of(self, layout: Layout) -> Stages | str | None:
+        """The stages of a layout's pipeline; None without one; why there can be none."""
+        plugins = self._facts_of(layout).plugins  # whose identity is used
+        if id(plugins) not in self._staged:
+            staging = [each for each in plugins if type(each).stages is not StrategyPlugin.stages]
+            found = (self._stages_by(each) for each in staging)
+            self._staged[id(plugins)] = next((stages for stages in found if stages is not None), None)
+        return self._staged[id(plugins)]
+
+    def _stages_by(self, plugin: StrategyPlugin) -> Stages | str | None:
+        key = repr(plugin)
+        if key not in self._stages:
+            try:
+                self._stages[key] = plugin.stages(self._planner.model)
+            except NeuronAccelError as error:
+                self._stages[key] = first_line(error)
+        return self._stages[key]
 
     # ---- memory ------------------------------------------------------------------------------------------------------
     def _memory(
@@ -484,7 +500,8 @@ class Bounds:
         parts, replicas = facts.parts, facts.replicas
         sharding = self._sharding(layout, line.of_model(self._planner.layers))
         elements = weights / (2 if self._planner.dtype == "bfloat16" else 4)
-        held = weights / (sharding if "weights" in parts and facts.stages is None else 1)  # stages gather theirs once
+        is_stage = ends != (True, True)
+        held = weights / (sharding if "weights" in parts and not is_stage else 1)  # stages gather theirs once
         held += _STATE_BYTES * elements / sharding if "optimizer state" in parts else 2 * weights
         more = 1 + (times - 1) * self._room.get(_kind(sample.family), 1.0)
         most = 0.0
@@ -495,7 +512,7 @@ class Bounds:
             if peak.moment.phase in PASSES:
                 if micro_batches > 1:  # they wait for the last micro-batch
                     gradients = max(gradients, weights)
-                if micro_batches == 1 or facts.stages is not None:  # else they are reduced after the last one
+                if micro_batches == 1 or is_stage:  # else they are reduced after the last one
                     gradients /= replicas if "gradients" in parts else 1
                 gradients += more * (kept * peak.parts[ACTIVATIONS] + peak.parts[TEMPORARY])
             else:
@@ -562,10 +579,14 @@ class Bounds:
             passes = _Line(passes.base, less.passes.block + recomputed)
         base = passes.base if head else products.base
         passes = _Line(base, passes.block * (1 + more))
-        parts = self._facts_of(layout).parts
+        facts, twice = self._facts_of(layout), dataclasses.replace(sample, micro_batches=2)
+        following = None  # what a further micro-batch takes
+        if times == 1 and like is None and sample.family == facts.family and self._ran(twice):
+            following = self._times_of(twice).passes.without(found.passes)
         if stages is None:
             blocks = self._planner.layers
             each, rest, weights = (line.of_model(blocks) for line in (passes, found.rest, found.weights))
+            further = 0.0 if following is None else following.of_model(blocks)
             hidden, waiting = 1.0, times * found.waiting.of_model(blocks)
         else:  # of the stage with most operations; only the last one has the head
             last = len(stages.blocks) - 1
@@ -573,36 +594,44 @@ class Bounds:
             operations = [size * found.operations.block for size in sizes]
             operations[last] += found.operations.base
             slowest = operations.index(max(operations))
-            each = sizes[slowest] * passes.block
+            ends = 0.0
             if slowest == last:
-                each += products.base
-                each += max(0.0, found.kernels.base - self._embedding_seconds(sample)) if head else 0.0
+                ends = products.base
+                ends += max(0.0, found.kernels.base - self._embedding_seconds(sample, 3, 12)) if head else 0.0
+            each = sizes[slowest] * passes.block + ends
+            further = 0.0 if following is None else sizes[slowest] * following.block + ends
             rest, weights = (sizes[slowest] * line.block for line in (found.rest, found.weights))
             hidden, waiting = 1 - stages.bubble, times * sizes[slowest] * found.waiting.block
-        if "optimizer state" in parts:
+        if "optimizer state" in facts.parts:
             rest /= self._sharding(layout, found.weights.of_model(self._planner.layers))
         reduction = self._reduction(layout, weights)
         overlap = min(1.0, self._machine.overlap.at())
-        # A further micro-batch adds to the gradients, reading and writing them, perhaps while it would wait otherwise.
-        added = kernel_seconds(self._machine, Kernel(ELEMENTWISE, self._planner.dtype, 0, round(2 * weights)))
-        passing = micro_batches * each + (micro_batches - 1) * max(0.0, added - waiting)
+        if following is None:
+            # It adds to the gradients, reading and writing them, perhaps while it would wait otherwise.
+            added = kernel_seconds(self._machine, Kernel(ELEMENTWISE, self._planner.dtype, 0, round(2 * weights)))
+            further = each + max(0.0, added - waiting)
+        passing = each + (micro_batches - 1) * further
+        if stages is not None and slowest == 0 < last:
+            # A gradient of the embedding is written by the first micro-batch, and read and written by each further one.
+            passing += self._embedding_seconds(sample, 2 * micro_batches - 1, 0)
         least = passing / hidden + rest + (1 - overlap) * reduction
         if stages is None and times == 1:
             # Reduction begins in the last backward pass. Its second half, of weights, may run beside the update.
-            tail = 0.0 if "weights" in parts else reduction / 2
+            tail = 0.0 if "weights" in facts.parts else reduction / 2
             before = passing - found.backward.of_model(self._planner.layers)
             least = max(least, before + reduction / 2 + max(rest, tail))
         return least
 
-    def _embedding_seconds(self, sample: Sample) -> float:
-        """What the passes of a micro-batch take at most in the embedding of tokens, which the last stage has not: less
-        than three times the table, and a dozen times its output, are read and written."""
+    def _embedding_seconds(self, sample: Sample, tables: int, outputs: int) -> float:
+        """The time in which the table of the embedding of tokens is read or written so many times, and its output. In
+        a micro-batch, in which the last stage has none, it is less than three times the table and a dozen times the
+        output."""
         model: Any = self._planner.model
         table: torch.Tensor = model.get_input_embeddings().weight
         shards = math.prod(a.degree for plugin in sample.family for a in plugin.axes() if a.kind is AxisKind.MODEL)
         rows = sample.rows * self._planner.sequence
         moved = (2 if self._planner.dtype == "bfloat16" else 4) * (
-            3 * table.numel() / shards + 12 * rows * table.shape[1]
+            tables * table.numel() / shards + outputs * rows * table.shape[1]
         )
         return kernel_seconds(self._machine, Kernel(ELEMENTWISE, self._planner.dtype, 0, round(moved)))
 

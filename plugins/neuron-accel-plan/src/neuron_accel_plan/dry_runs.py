@@ -7,8 +7,7 @@ import multiprocessing
 import signal
 import time
 import traceback
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -41,15 +40,17 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Sample:
-    """One micro-batch on the smallest mesh, which stands for all layouts with the same variant of a block.
+    """A step on the smallest mesh, which stands for all layouts with the same variant of a block.
 
     Args:
         family: the plugins that change what a block computes.
-        rows: samples of a data-parallel rank.
+        rows: samples of a data-parallel rank in a micro-batch.
+        micro_batches: number of micro-batches.
     """
 
     family: tuple[StrategyPlugin, ...]
     rows: int
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -89,31 +90,29 @@ class DryRuns:
         self._processes: dict[Connection, SpawnProcess] = {}
         self._seconds: list[float] = []
 
-    @property
-    def width(self) -> int:
-        """Number of tasks that run at the same time."""
-        return max(1, len(self._processes))
-
-    def answers(self, tasks: Iterable[tuple[str, Task]], number: int) -> Iterator[tuple[str, Answer]]:
-        """Yields the name and the answer of each task, in order.
+    def answers(self, following: Callable[[], tuple[str, Task] | None], number: int) -> Iterator[tuple[str, Answer]]:
+        """Yields the name and the answer of each task, as soon as there is one.
 
         Args:
-            tasks: names and tasks. The next one is taken when a process is free for it.
-            number: about how many there are.
+            following: returns the name of the next task and the task; None if there is none before another one is
+                answered. It is called when a process is free.
+            number: about how many tasks there are.
         """
-        tasks = iter(tasks)
-        if not self._processes:
-            for done, (name, task) in enumerate(tasks):
-                started = time.perf_counter()
-                found = answer(self._planner, self._calibration, task)
-                self._seconds.append(time.perf_counter() - started)
-                yield name, found
-                spent = sum(self._seconds)
-                expected = max(spent, spent / len(self._seconds) * (number - done - 1))  # at least as long as until now
-                if expected > _WORTHWHILE and self.start():
-                    break
-        if self._processes:
-            yield from self._elsewhere(tasks)
+        done = 0
+        while not self._processes:
+            task = following()
+            if task is None:
+                return
+            started = time.perf_counter()
+            found = answer(self._planner, self._calibration, task[1])
+            self._seconds.append(time.perf_counter() - started)
+            yield task[0], found
+            done += 1
+            spent = sum(self._seconds)
+            expected = max(spent, spent / len(self._seconds) * (number - done))  # at least as long as until now
+            if expected > _WORTHWHILE:
+                self.start()
+        yield from self._elsewhere(following)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -123,11 +122,11 @@ class DryRuns:
             connection.close()
         self._processes.clear()
 
-    def start(self) -> bool:
-        """Starts the processes, unless there are none to be, and returns whether there are now. Their own start goes on
-        beside what this process does."""
+    def start(self) -> None:
+        """Starts the processes, unless there is to be one only. Their own start goes on beside what this process
+        does."""
         if self._jobs == 1 or self._processes:
-            return bool(self._processes)
+            return
         context = multiprocessing.get_context("spawn")
         for _ in range(self._jobs):
             here, there = context.Pipe()
@@ -135,33 +134,26 @@ class DryRuns:
             process.start()
             there.close()
             self._processes[here] = process
-        return True
 
-    def _elsewhere(self, tasks: Iterator[tuple[str, Task]]) -> Iterator[tuple[str, Answer]]:
-        waiting: deque[str] = deque()
-        answers: dict[str, Answer] = {}
+    def _elsewhere(self, following: Callable[[], tuple[str, Task] | None]) -> Iterator[tuple[str, Answer]]:
         free, busy = list(self._processes), dict[Connection, str]()
         while True:
-            while free and (following := next(tasks, None)) is not None:
-                name, task = following
+            while free and (task := following()) is not None:
                 connection = free.pop()
                 try:
-                    connection.send(task)
+                    connection.send(task[1])
                 except OSError:
                     raise self._ended(connection) from None
-                busy[connection] = name
-                waiting.append(name)
-            if not waiting:
+                busy[connection] = task[0]
+            if not busy:
                 return
             for connection in [each for each in wait(busy) if isinstance(each, Connection)]:
                 try:
-                    answers[busy.pop(connection)] = connection.recv()
+                    found = connection.recv()
                 except (EOFError, OSError):
                     raise self._ended(connection) from None
                 free.append(connection)
-            while waiting and waiting[0] in answers:
-                name = waiting.popleft()
-                yield name, answers.pop(name)
+                yield busy.pop(connection), found
 
     def _ended(self, connection: Connection) -> UsageError:
         process = self._processes[connection]
@@ -193,7 +185,7 @@ def answer(planner: Planner, calibration: Any, task: Task) -> Answer:
     forget_what_is_there()
     try:
         if isinstance(task, Sample):
-            return planner.shallow(task.family, task.rows)
+            return planner.shallow(task.family, task.rows, task.micro_batches)
         count = planner.count(task.plugins, task.accumulation, rank=0)
         if count.fits:  # other ranks may keep more
             count = planner.count(task.plugins, task.accumulation)

@@ -352,9 +352,9 @@ class Planner:
         rows = self.global_batch // self.space(parts).data_ranks
         return [number for number in (1 << n for n in range(rows.bit_length())) if rows % number == 0] or [1]
 
-    def shallow(self, plugins: Sequence[StrategyPlugin], rows: int = 1) -> list[StepCount]:
-        """Counts a first step of ``rows`` samples for each data-parallel rank, on the smallest mesh with these plugins,
-        of models with each number of blocks in ``depths``.
+    def shallow(self, plugins: Sequence[StrategyPlugin], rows: int = 1, accumulation: int = 1) -> list[StepCount]:
+        """Counts a first step of ``accumulation`` micro-batches of ``rows`` samples for each data-parallel rank, on the
+        smallest mesh with these plugins, of models with each number of blocks in ``depths``.
 
         Raises:
             NeuronAccelError: if that is not possible.
@@ -368,11 +368,10 @@ class Planner:
             )
         small = copy.copy(self)
         small.world_size = math.prod(axis.degree for plugin in plugins for axis in plugin.axes())
-        small.global_batch, small.instance = rows * small.space(plugins).data_ranks, None
+        small.global_batch, small.instance = accumulation * rows * small.space(plugins).data_ranks, None
         plan = small.make_plan(plugins)
         return [
-            small._dry(_Run(plan.plugins, rank=0, accumulation=1, rows=rows, depth=depth, warm_up=False))
-            for depth in self.depths
+            small._dry(_Run(plan.plugins, 0, accumulation, rows, depth=depth, warm_up=False)) for depth in self.depths
         ]
 
     def space(self, plugins: Sequence[StrategyPlugin]) -> LayoutSpace:

@@ -166,6 +166,7 @@ class StepCounter(TorchDispatchMode):
         self.noted: set[str] = set()
         self.tracer: Tracer | None = None
         self._type = device.type
+        self._names: dict[Any, str] = {}
         self._live: dict[int, _Storage] = {}
         self._resized: set[int] = set()
         self._all: list[_Storage] = []
@@ -208,18 +209,19 @@ class StepCounter(TorchDispatchMode):
             self._save_activations()
         self._differentiating = differentiating
         result, operations = self._results.call(func, args, kwargs or {})
-        for tensor in tensors_in(result):
-            self._see(tensor)
-            if tensor.is_complex():
-                self.noted.add(COMPLEX)
-        name = func._schema.name.rpartition(":")[2]
+        results = [(tensor, self._see(tensor)) for tensor in tensors_in(result)]
+        if any(tensor.is_complex() for tensor, _ in results):
+            self.noted.add(COMPLEX)
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = func._schema.name.rpartition(":")[2]
         if name in NOTED:
             self.noted.add(name)
         if operations is None:
             self.uncounted.add(str(func._overloadpacket))
         self.operations += operations or 0
         if self.tracer is not None:
-            self.tracer.operation(func, (args, kwargs), result, operations or 0, self._phase)
+            self.tracer.operation(func, (args, kwargs), results, operations or 0, self._phase)
         return result
 
     def find(self, tensor: torch.Tensor) -> _Storage | None:

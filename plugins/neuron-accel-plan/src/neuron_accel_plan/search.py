@@ -29,7 +29,7 @@ from neuron_accel import Instance, find_instance
 from neuron_accel.errors import ConfigurationError
 from neuron_accel_plan.bounds import Bounds, Estimate
 from neuron_accel_plan.candidates import Layout, exclude, layouts_of, offering, text
-from neuron_accel_plan.dry_runs import DryRuns, Failed, Ranked, Sample, Task
+from neuron_accel_plan.dry_runs import Answer, DryRuns, Failed, Ranked, Sample, Task
 from neuron_accel_plan.layout import Planner, no_collection_of_what_is_there
 
 if TYPE_CHECKING:
@@ -249,30 +249,35 @@ class _Searcher:
     def run(self, best: int) -> tuple[list[Ranked], list[Slower], list[RuledOut]]:
         """Returns the fastest layouts that fit, those that are slower, and those that are not possible."""
         bounds, ruled_out = self._bounds, list[RuledOut]()
-        possible: list[Layout] = []
-        layouts = [*self.layouts()]
-        if len(layouts) > _MANY:
-            self._dry_runs.start()
-        for layout in layouts:
+        first: dict[str, Sample] = {}
+        possible: dict[str, list[tuple[int, Layout]]] = {}  # by their first sample, with their place among all
+        for number, layout in enumerate(self.layouts()):
+            if number == _MANY:
+                self._dry_runs.start()
             reason = bounds.cannot_fit(layout)
             if reason is None:
-                possible.append(layout)
+                sample = bounds.first_sample(layout)
+                first.setdefault(repr(sample), sample)
+                possible.setdefault(repr(sample), []).append((number, layout))
             else:
                 ruled_out.append(RuledOut(layout=layout, reason=reason))
-        first = {repr(sample): sample for sample in map(bounds.first_sample, possible)}
         self._progress(0, len(first) + best)
-        for done, (name, answer) in enumerate(self._dry_runs.answers(first.items(), len(first) + 3 * best), start=1):
+        samples = iter(first.items())
+        answers = self._dry_runs.answers(lambda: next(samples, None), len(first) + 3 * best)
+        estimates: dict[int, Estimate] = {}
+        for done, (name, answer) in enumerate(answers, start=1):
             bounds.learn(first[name], answer)
+            for number, layout in possible.pop(name):
+                estimate = bounds.estimate(layout)
+                if isinstance(estimate, str):
+                    ruled_out.append(RuledOut(layout=layout, reason=estimate))
+                else:
+                    estimates[number] = estimate
             self._progress(done, len(first) + best)
-        estimates = []
-        for layout in possible:
-            estimate = bounds.estimate(layout)
-            if isinstance(estimate, str):
-                ruled_out.append(RuledOut(layout=layout, reason=estimate))
-            else:
-                estimates.append(estimate)
         found, slower, others = self._best_first(
-            estimates, best, lambda done, more: self._progress(len(first) + done, len(first) + done + more)
+            [estimates[number] for number in sorted(estimates)],
+            best,
+            lambda done, more: self._progress(len(first) + done, len(first) + done + more),
         )
         return found, slower, ruled_out + others
 
@@ -281,82 +286,130 @@ class _Searcher:
     ) -> tuple[list[Ranked], list[Slower], list[RuledOut]]:
         """Runs what has the least bound until ``best`` layouts are counted whose predicted time is below all bounds, or
         equal to some and ranked before these (:func:`rank`)."""
-        heap: list[tuple[float, int, float, int, Estimate | Ranked]] = []
-
-        def push(each: Estimate | Ranked, number: int) -> None:
-            """Adds what is known of a layout. ``number`` is its place among all: it ranks what is alike."""
-            key: tuple[float, int, float]
-            self._bounds.learn_layout(each.layout, each.time.seconds if isinstance(each, Ranked) else each.seconds)
-            if isinstance(each, Ranked):
-                key = rank(each)
-            else:  # before predicted times that are equal but for rounding
-                key = each.seconds * (1 - 1e-9), each.micro_batches, each.memory
-            heapq.heappush(heap, (*key, number, each))
-
-        def rule_out(layout: Layout, reason: str, answer: Failed | None = None) -> None:
-            self._bounds.learn_impossible(layout, answer)
-            ruled_out.append(RuledOut(layout=layout, reason=reason))
-
-        for number, estimate in enumerate(estimates):
-            push(estimate, number)
-        found: list[Ranked] = []
-        ruled_out: list[RuledOut] = []
+        queue = _Queue(self._bounds, estimates, best)
         done = 0
-        while heap and len(found) < best:
-            if isinstance(heap[0][-1], Ranked):
-                found.append(heapq.heappop(heap)[-1])  # type: ignore[arg-type]
+        for done, (name, answer) in enumerate(self._dry_runs.answers(queue.following, 3 * best), start=1):
+            queue.take(name, answer)
+            progress(done, best - len(queue.found))
+        progress(done, 0)
+        return queue.found, queue.slower(), queue.ruled_out
+
+
+_Key = tuple[float, int, float]
+"""By what layouts are ranked: see :func:`rank`; for one that is not counted by what is known of it."""
+
+
+class _Queue:
+    """Layouts that may be among the fastest, the one with the least bound first, and what is running.
+
+    Args:
+        bounds: what is known.
+        estimates: of each layout.
+        best: number of layouts to find.
+
+    Attributes:
+        found: the fastest layouts.
+        ruled_out: those that were found to be impossible.
+    """
+
+    def __init__(self, bounds: Bounds, estimates: Iterable[Estimate], best: int) -> None:
+        self.found: list[Ranked] = []
+        self.ruled_out: list[RuledOut] = []
+        self._bounds, self._best = bounds, best
+        self._heap: list[
+            tuple[_Key, int, Estimate | Ranked]
+        ] = []  # with the place among all, which ranks what is alike
+        self._running: dict[str, Task] = {}
+        self._counted: dict[str, str] = {}  # layouts that are running, by what they have in common with others
+        self._waiting: dict[str, list[tuple[_Key, int, Estimate]]] = {}  # by the task that they wait for
+        for number, estimate in enumerate(estimates):
+            self._push(estimate, number)
+
+    def following(self) -> tuple[str, Task] | None:
+        """Returns the name of the task that is to be run for the layout with the least bound of those that wait for
+        none, and the task. None if the next layout, or all of them, are found, or wait for what is running."""
+        while self._heap and len(self.found) < self._best:
+            key, number, each = self._heap[0]
+            if isinstance(each, Ranked):
+                if any(waits < key for waiting in self._waiting.values() for waits, *_ in waiting):
+                    return None
+                self.found.append(each)
+                heapq.heappop(self._heap)
                 continue
-            tasks: dict[str, Task] = {}
-            taken: dict[str, list[tuple[int, Estimate]]] = {}
-            while heap and len(tasks) < self._dry_runs.width and isinstance(heap[0][-1], Estimate):
-                *_, number, first = heapq.heappop(heap)
-                assert isinstance(first, Estimate)
-                estimate = first
-                if estimate.sample is not None:  # more samples may be known by now
-                    again = self._bounds.estimate(estimate.layout)
-                    if isinstance(again, str):
-                        rule_out(estimate.layout, again)
-                        continue
-                    if again.sample != estimate.sample or again.seconds > estimate.seconds:
-                        push(replace(again, seconds=max(again.seconds, estimate.seconds)), number)
-                        continue
-                task = estimate.layout if estimate.sample is None else estimate.sample
-                reason, seconds = self._bounds.by_layouts(estimate.layout)
-                if reason is not None:
-                    rule_out(estimate.layout, reason)
-                    continue
-                if seconds > estimate.seconds:  # let those that recompute less be tried before
-                    push(replace(estimate, seconds=seconds), number)
-                    continue
-                if not isinstance(task, Sample) or not self._bounds.knows(task):
-                    tasks[repr(task)] = task
-                taken.setdefault(repr(task), []).append((number, estimate))
-            for name, answer in self._dry_runs.answers(tasks.items(), 3 * best):
-                done += 1
-                task = tasks[name]
-                if isinstance(task, Sample):
-                    self._bounds.learn(task, answer)
-                    continue
-                ((number, estimate),) = taken.pop(name)
-                if isinstance(answer, Ranked):
-                    push(answer, number)
-                else:
-                    assert isinstance(answer, Failed)
-                    rule_out(estimate.layout, answer.reason, answer)
-            progress(done, best - len(found))
-            for number, estimate in itertools.chain.from_iterable(taken.values()):  # whose sample is known now
+            heapq.heappop(self._heap)
+            if self._is_current(each, number):
+                task = each.layout if each.sample is None else each.sample
+                name = repr(task)
+                if each.sample is None:
+                    name = self._counted.setdefault(self._bounds.common(each.layout), name)
+                self._waiting.setdefault(name, []).append((key, number, each))
+                if name not in self._running:
+                    self._running[name] = task
+                    return name, task
+        return None
+
+    def take(self, name: str, answer: Answer) -> None:
+        """Keeps the answer of a task."""
+        task, waiting = self._running.pop(name), self._waiting.pop(name)
+        if isinstance(task, Sample):
+            self._bounds.learn(task, answer)
+            for _, number, estimate in waiting:
                 again = self._bounds.estimate(estimate.layout)
                 if isinstance(again, str):
-                    rule_out(estimate.layout, again)
+                    self._rule_out(estimate.layout, again)
                 else:
-                    push(again, number)
-        progress(done, 0)
-        slower = [
+                    self._push(again, number)
+            return
+        del self._counted[self._bounds.common(task)]
+        (_, number, estimate), *others = waiting
+        if isinstance(answer, Ranked):
+            self._push(answer, number)
+        else:
+            assert isinstance(answer, Failed)
+            self._rule_out(estimate.layout, answer.reason, answer)
+        for _, number, estimate in others:
+            self._push(estimate, number)
+
+    def slower(self) -> list[Slower]:
+        """Returns the layouts that are not among the fastest."""
+        left = [*self._heap, *itertools.chain.from_iterable(self._waiting.values())]
+        return [
             Slower(
                 layout=each.layout,
                 seconds=each.time.seconds if isinstance(each, Ranked) else each.seconds,
                 counted=isinstance(each, Ranked),
             )
-            for *_, each in sorted(heap, key=lambda item: item[:4])
+            for *_, each in sorted(left, key=lambda item: item[:2])
         ]
-        return found, slower, ruled_out
+
+    def _push(self, each: Estimate | Ranked, number: int) -> None:
+        key: _Key
+        if isinstance(each, Ranked):
+            key, seconds = rank(each), each.time.seconds
+        else:  # before predicted times that are equal but for rounding
+            key, seconds = (each.seconds * (1 - 1e-9), each.micro_batches, each.memory), each.seconds
+        self._bounds.learn_layout(each.layout, seconds)
+        heapq.heappush(self._heap, (key, number, each))
+
+    def _rule_out(self, layout: Layout, reason: str, answer: Failed | None = None) -> None:
+        self._bounds.learn_impossible(layout, answer)
+        self.ruled_out.append(RuledOut(layout=layout, reason=reason))
+
+    def _is_current(self, estimate: Estimate, number: int) -> bool:
+        """Whether an estimate is the best that is known; else the layout is ruled out, or waits with a better one."""
+        if estimate.sample is not None:  # more samples may be known by now
+            again = self._bounds.estimate(estimate.layout)
+            if isinstance(again, str):
+                self._rule_out(estimate.layout, again)
+                return False
+            if again.sample != estimate.sample or again.seconds > estimate.seconds:
+                self._push(replace(again, seconds=max(again.seconds, estimate.seconds)), number)
+                return False
+        reason, seconds = self._bounds.by_layouts(estimate.layout)
+        if reason is not None:
+            self._rule_out(estimate.layout, reason)
+            return False
+        if seconds > estimate.seconds:  # let those that recompute less be tried before
+            self._push(replace(estimate, seconds=seconds), number)
+            return False
+        return True

@@ -3,7 +3,8 @@
 
 Most operations of a step are alike: those of every block, of every micro-batch and of most layouts of a model. The
 shape of a result and the number of floating-point operations follow from the shapes of the arguments, so that they are
-found once. Operations that return a view, or change an argument, are always carried out.
+found once, and what changes its first argument, but not its shape, is carried out once. Operations that return a view
+are always carried out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,21 @@ _Form = tuple[Sequence[int], Sequence[int], torch.dtype]
 """Shape, strides and dtype of a tensor."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """Of an operation, by its schema.
+
+    Args:
+        creates: whether it neither changes its arguments nor returns a view of them.
+        changes: whether it changes its first argument only, and returns that or nothing.
+        count: counts its floating-point operations.
+    """
+
+    creates: bool
+    changes: bool
+    count: _Counter
+
+
 @dataclass(frozen=True)
 class _Known:
     """Of the result of an operation.
@@ -33,11 +49,13 @@ class _Known:
         forms: shapes, strides and dtypes of the tensors; None in place of one that there is not.
         container: type of the result, if it is not a single tensor.
         operations: number of floating-point operations; None if it is not known.
+        is_first: whether the result is the first argument, and there are no new tensors.
     """
 
     forms: tuple[_Form | None, ...]
     container: Callable[[list[Any]], Any] | None
     operations: int | None
+    is_first: bool = False
 
 
 class _NotRememberedError(Exception):
@@ -49,7 +67,7 @@ class Results:
 
     def __init__(self) -> None:
         self._known: dict[Any, _Known] = {}
-        self._kinds: dict[Any, tuple[bool, _Counter]] = {}
+        self._kinds: dict[Any, _Kind] = {}
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, int | None]:
         """Carries out an operation.
@@ -62,23 +80,29 @@ class Results:
             The result, and the number of floating-point operations: of matrix products, convolutions and attention
             kernels, a multiplication and an addition each; None if it is not known.
         """
-        if func not in self._kinds:
-            self._kinds[func] = _creates(func), _counter(func._overloadpacket)
-        creates, count = self._kinds[func]
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _Kind(_creates(func), _changes(func), _counter(func._overloadpacket))
         key = None
-        if creates:
+        if kind.creates or kind.changes:
             try:
-                key = (func, torch.get_default_dtype(), _form(args), _form(kwargs) if kwargs else None)
+                key = (kind, torch.get_default_dtype(), _form(args), _form(kwargs) if kwargs else None)
             except _NotRememberedError:
                 pass
             else:
                 known = self._known.get(key)
                 if known is not None:
-                    return _made(known), known.operations
+                    return args[0] if known.is_first else _made(known), known.operations
+        before = None if key is None or kind.creates else _placed(args[0])
         result = func(*args, **kwargs)
-        operations = count(args, kwargs, result)
+        operations = kind.count(args, kwargs, result)
         if key is not None:
-            found = _of(result, args, kwargs, operations)
+            if kind.creates:
+                found = _of(result, args, kwargs, operations)
+            elif _placed(args[0]) == before and (result is None or result is args[0]):
+                found = _Known((), None, operations, is_first=result is not None)
+            else:
+                found = None
             if found is not None:
                 self._known[key] = found
         return result, operations
@@ -101,11 +125,32 @@ def _creates(func: Any) -> bool:
     return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
 
 
+def _changes(func: Any) -> bool:
+    """Whether an operation changes its first argument only, and returns that or nothing, by its schema."""
+    schema = func._schema
+    if not schema.arguments or len(schema.returns) > 1:
+        return False
+    first, *others = schema.arguments
+    changed = first.alias_info
+    if changed is None or not changed.is_write or any(value.alias_info is not None for value in others):
+        return False
+    return all(value.alias_info is not None and value.alias_info.is_write for value in schema.returns)
+
+
+def _placed(value: Any) -> list[Any]:
+    """What an operation that changes only elements leaves as it was."""
+    return [
+        (tensor.shape, tensor.stride(), tensor.storage_offset(), storage._cdata, storage.nbytes())
+        for tensor in tensors_in(value)
+        for storage in [tensor.untyped_storage()]
+    ]
+
+
 def _form(value: Any) -> Any:
     """What of an argument determines the result, in a form that can be compared."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        if value.device.type != "meta" or value.layout is not torch.strided or value.dtype.is_complex:
+        if not value.is_meta or value.layout is not torch.strided or value.dtype.is_complex:
             raise _NotRememberedError
         return value.shape, value.stride(), value.dtype
     if kind in _PLAIN:
@@ -140,6 +185,8 @@ def _of(result: Any, args: Any, kwargs: Any, operations: int | None) -> _Known |
 
 def _made(known: _Known) -> Any:
     """New tensors like those that are known."""
+    if not known.forms:
+        return None
     if known.container is None:
         (form,) = known.forms
         assert form is not None

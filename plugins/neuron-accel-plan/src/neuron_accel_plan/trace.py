@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -167,61 +167,77 @@ class Tracer:
         self._events: list[Work | Event] = []
         self._seen = 0
         self._phase = ""
-        self._kernels: Counter[Kernel] = Counter()
+        self._kernels: Counter[tuple[str, str, int, int]] = Counter()  # see `Kernel`
         self._fused = 0
         # Of this run of memory-bound kernels, by storage and offset in it: a reference keeps the id.
         self._read: dict[tuple[int, int], tuple[Place, int]] = {}
         self._written: dict[tuple[int, int], tuple[Place, int]] = {}
-        self._kinds: dict[Any, str | None] = {}
+        self._kinds: dict[Any, tuple[str, bool, bool] | None] = {}
+        self._dtypes: dict[torch.dtype, str] = {}
 
-    def operation(self, func: Any, inputs: Any, result: Any, operations: int, phase: str) -> None:
+    def operation(
+        self,
+        func: Any,
+        inputs: Any,
+        results: Sequence[tuple[torch.Tensor, Place | None]],
+        operations: int,
+        phase: str,
+    ) -> None:
         """Records an operation.
 
         Args:
             func: the overload, as a dispatch mode receives it.
-            inputs, result: arguments and result of the call.
+            inputs: arguments of the call.
+            results: the tensors that it returns, each with its storage on the device, if it has one there.
             operations: its floating-point operations.
             phase: the phase of the step.
         """
-        kind = self._kind(func)
-        if kind is None or self._imitates():
+        known = self._kinds[func] if func in self._kinds else self._learn(func)
+        if known is None or self._imitates():
             return
+        kind, overwrites, is_table = known
         if phase != self._phase or len(self._traffic.order) > self._seen:
             self._end_work()
             self._phase = phase
-        name = func._schema.name.partition("::")[2]
-        sources = tensors_in(inputs)
-        if name in _OVERWRITES:
-            sources = sources[1:]
-        targets = tensors_in(result)
-        if all(self._find(tensor) is None for tensor in targets):
+        if all(place is None for _, place in results):
             return
-        rows = sum(_nbytes(tensor) for tensor in targets)
-        is_table = kind == INDEXED and "backward" not in name  # of which some rows are read
-        read = [(tensor, min(_nbytes(tensor), rows) if is_table else _nbytes(tensor)) for tensor in sources]
-        written = [(tensor, _nbytes(tensor)) for tensor in targets]
-        dtype = str(targets[0].dtype).removeprefix("torch.")
-        self._kernels[Kernel(kind, dtype, operations, sum(size for _, size in (*read, *written)))] += 1
+        sources = tensors_in(inputs)
+        if overwrites:
+            del sources[0]
+        written = [_nbytes(tensor) for tensor, _ in results]
+        read = [_nbytes(tensor) for tensor in sources]
+        if is_table:
+            read = [min(size, sum(written)) for size in read]
+        dtype = results[0][0].dtype
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = str(dtype).removeprefix("torch.")
+        self._kernels[kind, self._dtypes[dtype], operations, sum(read) + sum(written)] += 1
         if kind in COMPUTING:
             self._end_run()
             return
-        for places, found in ((self._read, read), (self._written, written)):
-            for tensor, size in found:
-                place = self._find(tensor)
-                if place is None:
-                    continue
+        for tensor, size in zip(sources, read, strict=True):
+            place = self._find(tensor)
+            if place is not None:
                 key = id(place), int(tensor.storage_offset())
-                if places is self._written or key not in self._written:
-                    places[key] = (place, max(size, places.get(key, (place, 0))[1]))
+                if key not in self._written:
+                    self._read[key] = (place, max(size, self._read.get(key, (place, 0))[1]))
+        for (tensor, place), size in zip(results, written, strict=True):
+            if place is not None:
+                key = id(place), int(tensor.storage_offset())
+                self._written[key] = (place, max(size, self._written.get(key, (place, 0))[1]))
 
-    def _kind(self, func: Any) -> str | None:
-        """The kind of an operation; None for views and operations that move no data."""
-        if func not in self._kinds:
-            name = func._schema.name.partition("::")[2]
-            views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-            moves = not views and name.rstrip("_") not in _NO_DATA and func.namespace != "profiler"
-            self._kinds[func] = kind_of(name) if moves else None
-        return self._kinds[func]
+    def _learn(self, func: Any) -> tuple[str, bool, bool] | None:
+        """The kind of an operation, whether it writes to its first argument and does not read it, and whether it reads
+        as many rows of its arguments as it writes; None for views and operations that move no data."""
+        name = func._schema.name.partition("::")[2]
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if views or name.rstrip("_") in _NO_DATA or func.namespace == "profiler":
+            found = None
+        else:
+            kind = kind_of(name)
+            found = kind, name in _OVERWRITES, kind == INDEXED and "backward" not in name
+        self._kinds[func] = found
+        return found
 
     def _end_run(self) -> None:
         self._fused += sum(size for _, size in self._read.values())
@@ -233,7 +249,8 @@ class Tracer:
         """Adds what was recorded, and then what was communicated since."""
         self._end_run()
         if self._kernels:
-            self._events.append(Work(self._phase, tuple(self._kernels.items()), self._fused))
+            kernels = tuple((Kernel(*kernel), number) for kernel, number in self._kernels.items())
+            self._events.append(Work(self._phase, kernels, self._fused))
         self._kernels.clear()
         self._fused = 0
         for what, message in self._traffic.order[self._seen :]:
@@ -258,7 +275,10 @@ class Tracer:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's distinct elements."""
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor.nbytes
     distinct = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    for size, stride in zip(tensor.shape, strides, strict=True):
         distinct *= size if stride else 1
     return distinct * tensor.element_size() if tensor.numel() else 0
