@@ -4,20 +4,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from neuron_accel.contract import Stack, UnsupportedModelError
+from neuron_accel.contract import ParameterMap, Stack, UnsupportedModelError
 
 
-def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tuple[Stack, tuple[int, ...]]:
+def cut(
+    model: nn.Module, stages: int, stage_cuts: Sequence[str] | None, parameters: ParameterMap | None = None
+) -> tuple[Stack, tuple[int, ...]]:
     """Returns the blocks of a model, and the index of the first block of each stage.
 
     Args:
         model: the model.
         stages: number of stages.
         stage_cuts: FQNs of the blocks at which all stages but the first begin; None for a balanced cut.
+        parameters: its parameters, if other strategies have changed it. The costs are those of the original model then:
+            a rank that keeps a share of a block's experts runs them for the tokens of other ranks, too.
 
     Raises:
         UnsupportedModelError: if no plan describes the model's blocks, or it cannot be split into this number of stages
@@ -26,7 +31,8 @@ def cut(model: nn.Module, stages: int, stage_cuts: Sequence[str] | None) -> tupl
     if stage_cuts is None:
         stack = Stack.of(model)
         _check_count(model, stack, stages)
-        return stack, balanced(*costs_of(model, stack), stages)
+        shape = _shape if parameters is None else _shape_of_original(parameters)
+        return stack, balanced(*costs_of(model, stack, shape), stages)
     if len(stage_cuts) != stages - 1:
         raise UnsupportedModelError(
             f"{len(stage_cuts)} stage_cuts make {len(stage_cuts) + 1} stages, but there are {stages}.",
@@ -57,14 +63,32 @@ def _check_count(model: nn.Module, stack: Stack, stages: int) -> None:
         )
 
 
-def costs_of(model: nn.Module, stack: Stack) -> tuple[list[float], float, float]:
+def _shape(parameter: nn.Parameter) -> Sequence[int]:
+    return parameter.shape
+
+
+def _shape_of_original(parameters: ParameterMap) -> Callable[[nn.Parameter], Sequence[int]]:
+    def shape(parameter: nn.Parameter) -> Sequence[int]:
+        record = parameters.find(parameter)
+        return () if record is None or record.added else record.layout.shape
+
+    return shape
+
+
+def costs_of(
+    model: nn.Module, stack: Stack, shape: Callable[[nn.Parameter], Sequence[int]]
+) -> tuple[list[float], float, float]:
     """Returns the cost of each block, of the modules before the blocks, and of the modules after them."""
     modules = dict(model.named_modules())
-    blocks = [cost(modules[stack.block(index)]) for index in range(stack.blocks)]
-    return blocks, sum(cost(modules[n]) for n in stack.before), sum(cost(modules[n]) for n in stack.after)
+
+    def costs(names: Sequence[str]) -> list[float]:
+        return [cost(modules[name], shape) for name in names]
+
+    blocks = costs([stack.block(index) for index in range(stack.blocks)])
+    return blocks, sum(costs(stack.before)), sum(costs(stack.after))
 
 
-def cost(module: nn.Module) -> float:
+def cost(module: nn.Module, shape: Callable[[nn.Parameter], Sequence[int]] = _shape) -> float:
     """Returns the cost of a module per token, in operations: one for each weight and each output of a matrix, and for
     an embedding one for each element of a row. Attention scores are not counted, since they cost the same in all
     blocks.
@@ -72,11 +96,11 @@ def cost(module: nn.Module) -> float:
     total = 0.0
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
-            if isinstance(part, nn.Embedding):
-                total += parameter.shape[-1]
-            else:
-                written = parameter.shape[0] if parameter.dim() > 1 else 0
-                total += parameter.numel() + written
+            sizes = shape(parameter)
+            if sizes and isinstance(part, nn.Embedding):
+                total += sizes[-1]
+            elif sizes:
+                total += math.prod(sizes) + (sizes[0] if len(sizes) > 1 else 0)
     return total
 
 

@@ -154,7 +154,7 @@ class PipelineParallelPlugin(PipelineOptions):
         from neuron_accel.strategies.pipeline.tied_weights import Ties, check_shared_memory, find_ties
 
         stages = self.pipeline_parallel_size * self.virtual_stages
-        stack, starts = cut(model.module, stages, self.stage_cuts)
+        stack, starts = cut(model.module, stages, self.stage_cuts, model.parameters)
         stage_of = stages_of_parameters(model.module, dict(stack.stages_of(starts)))
         check_shared_memory(model.module, stage_of)
         install_resize(model, run)

@@ -131,6 +131,25 @@ def test_the_fullest_stage_is_found(folder):
     assert found.rank == (0, 4)[peaks.index(max(peaks))]
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_stages_are_cut_where_they_are_predicted_to_be(rank):
+    """Where experts are sharded over ranks, blocks have less weights than the head, and do not cost less."""
+    from transformers import MixtralConfig
+
+    from neuron_accel import PipelineParallelPlugin
+    from neuron_accel.commands import load_config
+
+    pytest.importorskip("neuron_accel_expert_parallel")
+    (experts,) = load_config({"plugins": [{"expert_parallel": {"expert_parallel_size": 2}}]}).plugins
+    size = {"num_hidden_layers": 8, "vocab_size": 2048, "num_local_experts": 8, "num_experts_per_tok": 1}
+    mixtral = MixtralConfig(**size, max_position_embeddings=64, **SIZE)
+    pipeline = PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=2)
+    options = {"world_size": 4, "global_batch": 8, "plugins": [experts, pipeline], "rank": rank}
+    few, all_ = (planned(mixtral, full_depth=deep, **options).step for deep in (False, True))
+    assert few.weights == all_.weights
+    assert few.operations == pytest.approx(all_.operations, rel=1e-6)
+
+
 def test_a_calibration_alone_predicts_the_time_of_a_pipeline(folder):
     from neuron_accel_plan.calibration import machine_of
 
@@ -196,19 +215,28 @@ def of_turns(kind):
 
     size = {**SIZE, "num_hidden_layers": 8, "vocab_size": 256, "head_dim": 8, "max_position_embeddings": 128}
     if kind == "windows":
-        return GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **size)
-    return Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, decoder_sparse_step=2, **size)
+        return GptOssConfig(num_local_experts=32, num_experts_per_tok=2, **size)
+    return Qwen3MoeConfig(
+        num_experts=32, num_experts_per_tok=2, moe_intermediate_size=96, decoder_sparse_step=2, **size
+    )
 
 
+@pytest.mark.parametrize(("names", "accumulation"), [((), 1), (("stage 3",), 1), (("stage 3",), 6)])
 @pytest.mark.parametrize("kind", ["windows", "experts"])
-def test_blocks_that_take_turns_stand_for_many(kind):
+def test_blocks_that_take_turns_stand_for_many(kind, names, accumulation):
     from neuron_accel_plan.layout import Planner
+    from plan_support import plugins_of
 
-    planner = Planner(of_turns(kind), world_size=8, global_batch=8, sequence=64, instance="trn1.32xlarge")
+    ranks = 8
+    planner = Planner(
+        of_turns(kind), world_size=ranks, global_batch=ranks * accumulation, sequence=16, instance="trn1.32xlarge"
+    )
     assert (planner.blocks, planner.depths) == ("model.layers", (2, 4))
-    few, all_ = (planner.count([], full_depth=deep, quick=True) for deep in (False, True))
+    plugins = plugins_of(names)
+    few, all_ = (planner.count(plugins, accumulation, full_depth=deep) for deep in (False, True))
     assert few.extrapolated
     assert not all_.extrapolated
+    assert few.step.peak.parts["weights"] == pytest.approx(all_.step.peak.parts["weights"], rel=0.01)
     assert (few.step.operations, few.step.weights) == (all_.step.operations, all_.step.weights)
     assert few.step.peak.total == pytest.approx(all_.step.peak.total, rel=0.01)
     assert few.step.peak.moment.module == all_.step.peak.moment.module

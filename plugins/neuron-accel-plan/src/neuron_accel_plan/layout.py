@@ -244,6 +244,7 @@ class Planner:
         self.model = model_without_weights(self.config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.blocks, period = _alike_blocks(self.config, self.model)
+        self._period = period
         self.depths = depths_of(period, self.layers)
         self._counts: dict[str, StepCount] = {}
         self._results = Results()
@@ -299,9 +300,11 @@ class Planner:
                 fix=f"choose {' or '.join(_divisors_near(stages.microbatches, rows))} micro-batches",
             )
         ranks = [rank or 0] if stages is None or rank is not None else _different_ranks(plan.mesh, stages, quick)
-        extrapolated = self.blocks is not None and not full_depth
+        gathered = any("weights" in plugin.sharded_over_replicas() for plugin in plan.plugins)
+        depths = depths_of(self._period, self.layers, gathered)
+        extrapolated = self.blocks is not None and max(depths) < self.layers and not full_depth
         counts = {
-            each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each, not quick)
+            each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each, not quick, depths)
             if extrapolated
             else self._run(_Run(plan.plugins, each, accumulation, rows, depth=None, warm_up=not quick))
             for each in ranks
@@ -410,8 +413,9 @@ class Planner:
         rows: int,
         rank: int,
         warm_up: bool,
+        depths: tuple[int, int],
     ) -> StepCount:
-        """Counts of a step, from steps with few blocks and one or two micro-batches."""
+        """Counts of a step, from steps with few blocks and micro-batches."""
         assert self.blocks is not None
         position = 0 if stages is None else plan.mesh.coordinates(rank)[stages.axis]
         own = (self.layers,) if stages is None else stages.blocks[position]
@@ -424,20 +428,24 @@ class Planner:
 
         def with_depths(plugins: tuple[StrategyPlugin, ...], accumulation: int, rows: int) -> StepCount:
             shallow = []
-            for depth in self.depths:
+            for depth in depths:
                 staged = plugins
                 if pipeline is not None:
                     number = rows // rows_each
                     staged = tuple(plugin.with_stages(self.blocks or "", sizes(depth), number) for plugin in plugins)
                 blocks = sum(map(sum, sizes(depth)))
                 shallow.append(self._run(_Run(staged, rank, accumulation, rows, depth=blocks, warm_up=warm_up)))
-            return extrapolate(shallow, sum(own) / len(own), self.blocks or "", last - 1, self.depths)
+            return extrapolate(shallow, sum(own) / len(own), self.blocks or "", last - 1, depths)
 
         rows_each = 0 if stages is None else rows // stages.microbatches
         if stages is None or accumulation > 1:
-            few = min(accumulation, 2)
-            counts = [with_depths(plan.plugins, number, rows) for number in ((few,) if accumulation <= 2 else (1, 2))]
-            return counts[0] if len(counts) == 1 else repeat(counts, (1, 2), accumulation, (1, 1, 1))
+            # Of what is sharded, a micro-batch between the first and the last may need most: it adds to all gradients,
+            # and weights may stay gathered after it.
+            few = 3 if any(plugin.sharded_over_replicas() for plugin in plan.plugins) else 2
+            if accumulation <= few:
+                return with_depths(plan.plugins, accumulation, rows)
+            counts = [with_depths(plan.plugins, number, rows) for number in (1, few)]
+            return repeat(counts, (1, few), accumulation, (1, 1, 1))
         numbers = (stages.multiple, 2 * stages.multiple)
         if stages.microbatches <= numbers[1]:
             return with_depths(plan.plugins, 1, rows)

@@ -242,11 +242,12 @@ block, before and after the blocks is followed separately in each phase: between
 evenly, so that the peak is at one of the two."""
 
 
-def depths_of(period: int, depth: int) -> tuple[int, int]:
+def depths_of(period: int, depth: int, gathered: bool = False) -> tuple[int, int]:
     """Returns the numbers of blocks that are run of a model with ``depth`` blocks whose kinds take turns, such as
     attention in a window and to all tokens: at least one of each, ending as the model does, and one more of each.
-    Memory is followed at the last of each kind."""
-    few = max(DEPTHS[0], period)
+    Memory is followed at the last of each kind. Where weights are gathered for use (``gathered``), none of these is the
+    first block: there are none before that whose weights are gathered beside its own."""
+    few = max(DEPTHS[0], period + gathered)
     few += (depth - few) % period
     return few, few + period
 
