@@ -446,7 +446,8 @@ class Planner:
                 return with_depths(plan.plugins, accumulation, rows)
             counts = [with_depths(plan.plugins, number, rows) for number in (1, few)]
             return repeat(counts, (1, few), accumulation, (1, 1, 1))
-        numbers = (stages.multiple, 2 * stages.multiple)
+        # One micro-batch alone adds to no gradients, so that no further one is like it.
+        numbers = (stages.multiple, 2 * stages.multiple) if stages.multiple > 1 else (2, 3)
         if stages.microbatches <= numbers[1]:
             return with_depths(plan.plugins, 1, rows)
         assert pipeline is not None
