@@ -244,6 +244,30 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(folder):
     assert [ruled.layout for ruled in ruled_out] == [layouts["4"]]
 
 
+def test_layouts_that_tell_of_each_other_are_counted_one_after_the_other(bounds, folder):
+    """Others are counted beside them, and what is slower by its bound is not waited for."""
+    from neuron_accel_plan.bounds import Estimate
+    from neuron_accel_plan.dry_runs import Failed
+    from neuron_accel_plan.layout import Planner
+    from neuron_accel_plan.search import Layout, Ranked, _Queue
+
+    from neuron_accel import ActivationCheckpointingPlugin, TensorParallelPlugin
+
+    count = Planner(folder, world_size=2, global_batch=4, sequence=64, instance="trn1.2xlarge").count([], quick=True)
+    whole, recomputed = (Layout(plugins=p, accumulation=1) for p in ((), (ActivationCheckpointingPlugin(),)))
+    tensor = Layout(plugins=(TensorParallelPlugin(tensor_parallel_size=2),), accumulation=1)
+    estimates = zip((whole, recomputed, tensor), (1.0, 1.1, 1.2), strict=True)
+    queue = _Queue(bounds, [Estimate(layout, 1, 0.0, seconds) for layout, seconds in estimates], 1)
+    assert [queue.following() for _ in range(3)] == [(repr(whole), whole), (repr(tensor), tensor), None]
+    queue.take(repr(whole), Failed("does not fit"))
+    assert queue.following() == (repr(recomputed), recomputed)
+    queue.take(repr(recomputed), Ranked(layout=recomputed, count=count, time=replace(count.predict(), seconds=1.15)))
+    assert [ranked.layout for ranked in queue.found] == [recomputed]
+    assert queue.following() is None
+    assert [(each.layout, each.counted) for each in queue.slower()] == [(tensor, False)]
+    assert [ruled.layout for ruled in queue.ruled_out] == [whole]
+
+
 def test_of_equal_times_the_fewest_micro_batches_are_first(folder):
     """Whichever bound is lower: what is equal but for rounding is equal."""
     from neuron_accel_plan import search

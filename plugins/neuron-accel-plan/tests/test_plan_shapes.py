@@ -27,6 +27,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (aten.native_layer_norm.default, lambda: (meta(2, 8), [8], None, None, 1e-5)),
         (aten.t.default, lambda: (meta(2, 3),)),
         (aten.add_.Tensor, lambda: (meta(2, 3), meta(3))),
+        (aten.unsqueeze_.default, lambda: (meta(2, 3), 0)),
+        (aten.resize_.default, lambda: (meta(2, 3), [4, 3])),
         (aten._unsafe_view.default, lambda: (meta(2, 3), [6])),
         (aten.mul.Tensor, lambda: (torch.ones(2), torch.tensor(2.0))),
     ],
@@ -42,12 +44,39 @@ def test_the_same_again(func, args):
             assert one.device == other.device
             assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
         assert operations == (120 if func is aten.mm.default else 0)
-        is_view = func in (aten.t.default, aten.add_.Tensor, aten._unsafe_view.default)
+        is_view = func in (aten.t.default, aten._unsafe_view.default) or func._schema.name.endswith("_")
         first = found[0] if isinstance(found, tuple) else found
         shares = isinstance(given[0], torch.Tensor) and (
             first.untyped_storage()._cdata == given[0].untyped_storage()._cdata
         )
         assert shares == is_view
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "times"),
+    [
+        (aten.add_.Tensor, lambda: (meta(2, 3), meta(3)), 1),
+        (aten._foreach_add_.Scalar, lambda: ([meta(2), meta(3)], 1.0), 1),
+        (aten.unsqueeze_.default, lambda: (meta(2, 3), 0), 3),
+    ],
+)
+def test_what_changes_an_argument_and_not_its_shape_is_carried_out_once(func, args, times):
+    class Operation:
+        """An overload that counts its calls."""
+
+        _schema, _overloadpacket, calls = func._schema, func._overloadpacket, 0
+
+        def __call__(self, *args, **kwargs):
+            self.calls += 1
+            return func(*args, **kwargs)
+
+    results, operation = Results(), Operation()
+    for _ in range(3):
+        given = args()
+        found, operations = results.call(operation, given, {})
+        assert found is (given[0] if func._schema.returns else None)
+        assert operations == 0
+    assert operation.calls == times
 
 
 def test_results_are_tensors_of_their_own():

@@ -291,6 +291,8 @@ class _Searcher:
         for done, (name, answer) in enumerate(self._dry_runs.answers(queue.following, 3 * best), start=1):
             queue.take(name, answer)
             progress(done, best - len(queue.found))
+            if len(queue.found) == best:
+                break  # what still runs is slower
         progress(done, 0)
         return queue.found, queue.slower(), queue.ruled_out
 
@@ -316,9 +318,8 @@ class _Queue:
         self.found: list[Ranked] = []
         self.ruled_out: list[RuledOut] = []
         self._bounds, self._best = bounds, best
-        self._heap: list[
-            tuple[_Key, int, Estimate | Ranked]
-        ] = []  # with the place among all, which ranks what is alike
+        # With the place among all, which ranks what is alike.
+        self._heap: list[tuple[_Key, int, Estimate | Ranked]] = []
         self._running: dict[str, Task] = {}
         self._counted: dict[str, str] = {}  # layouts that are running, by what they have in common with others
         self._waiting: dict[str, list[tuple[_Key, int, Estimate]]] = {}  # by the task that they wait for
@@ -328,15 +329,10 @@ class _Queue:
     def following(self) -> tuple[str, Task] | None:
         """Returns the name of the task that is to be run for the layout with the least bound of those that wait for
         none, and the task. None if the next layout, or all of them, are found, or wait for what is running."""
-        while self._heap and len(self.found) < self._best:
-            key, number, each = self._heap[0]
-            if isinstance(each, Ranked):
-                if any(waits < key for waiting in self._waiting.values() for waits, *_ in waiting):
-                    return None
-                self.found.append(each)
-                heapq.heappop(self._heap)
-                continue
-            heapq.heappop(self._heap)
+        self._find()
+        while self._heap and len(self.found) < self._best and isinstance(self._heap[0][-1], Estimate):
+            key, number, each = heapq.heappop(self._heap)
+            assert isinstance(each, Estimate)
             if self._is_current(each, number):
                 task = each.layout if each.sample is None else each.sample
                 name = repr(task)
@@ -346,7 +342,19 @@ class _Queue:
                 if name not in self._running:
                     self._running[name] = task
                     return name, task
+            self._find()
         return None
+
+    def _find(self) -> None:
+        """Takes what is counted and ranked before all others, also before those that wait for what is running."""
+        while self._heap and len(self.found) < self._best:
+            key, _, first = self._heap[0]
+            if not isinstance(first, Ranked):
+                return
+            if any(waits < key for waiting in self._waiting.values() for waits, *_ in waiting):
+                return
+            self.found.append(first)
+            heapq.heappop(self._heap)
 
     def take(self, name: str, answer: Answer) -> None:
         """Keeps the answer of a task."""
@@ -360,6 +368,7 @@ class _Queue:
                 else:
                     self._push(again, number)
             return
+        # A layout, and others that it may tell something of.
         del self._counted[self._bounds.common(task)]
         (_, number, estimate), *others = waiting
         if isinstance(answer, Ranked):
@@ -369,6 +378,7 @@ class _Queue:
             self._rule_out(estimate.layout, answer.reason, answer)
         for _, number, estimate in others:
             self._push(estimate, number)
+        self._find()
 
     def slower(self) -> list[Slower]:
         """Returns the layouts that are not among the fastest."""
