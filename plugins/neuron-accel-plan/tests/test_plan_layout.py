@@ -121,6 +121,21 @@ def test_few_micro_batches_stand_for_many(folder):
     assert sent[0] == pytest.approx(sent[1], rel=0.01, abs=256)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_the_time_of_few_micro_batches_of_a_pipeline_stands_for_many(schedule):
+    """All but the first add to gradients."""
+    from transformers import LlamaConfig
+
+    from neuron_accel import PipelineParallelPlugin
+
+    wide = {**SIZE, "hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings": 512}
+    llama = LlamaConfig(num_hidden_layers=8, vocab_size=4096, **wide)
+    pipeline = PipelineParallelPlugin(pipeline_parallel_size=4, num_microbatches=8, schedule=schedule)
+    options = {"global_batch": 16, "sequence": 512, "instance": "trn1.32xlarge", "plugins": [pipeline]}
+    few, all_ = (planned(llama, rank=0, full_depth=deep, **options) for deep in (False, True))
+    assert few.predict().seconds == pytest.approx(all_.predict().seconds, rel=0.01)
+
+
 def test_the_fullest_stage_is_found(folder):
     from neuron_accel import PipelineParallelPlugin
 
