@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -31,8 +31,7 @@ def cut(
     if stage_cuts is None:
         stack = Stack.of(model)
         _check_count(model, stack, stages)
-        shape = _shape if parameters is None else _shape_of_original(parameters)
-        return stack, balanced(*costs_of(model, stack, shape), stages)
+        return stack, balanced(*costs_of(model, stack, parameters), stages)
     if len(stage_cuts) != stages - 1:
         raise UnsupportedModelError(
             f"{len(stage_cuts)} stage_cuts make {len(stage_cuts) + 1} stages, but there are {stages}.",
@@ -63,44 +62,32 @@ def _check_count(model: nn.Module, stack: Stack, stages: int) -> None:
         )
 
 
-def _shape(parameter: nn.Parameter) -> Sequence[int]:
-    return parameter.shape
-
-
-def _shape_of_original(parameters: ParameterMap) -> Callable[[nn.Parameter], Sequence[int]]:
-    def shape(parameter: nn.Parameter) -> Sequence[int]:
-        record = parameters.find(parameter)
-        return () if record is None or record.added else record.layout.shape
-
-    return shape
-
-
 def costs_of(
-    model: nn.Module, stack: Stack, shape: Callable[[nn.Parameter], Sequence[int]]
+    model: nn.Module, stack: Stack, parameters: ParameterMap | None = None
 ) -> tuple[list[float], float, float]:
     """Returns the cost of each block, of the modules before the blocks, and of the modules after them."""
     modules = dict(model.named_modules())
-
-    def costs(names: Sequence[str]) -> list[float]:
-        return [cost(modules[name], shape) for name in names]
-
-    blocks = costs([stack.block(index) for index in range(stack.blocks)])
-    return blocks, sum(costs(stack.before)), sum(costs(stack.after))
+    blocks = [cost(modules[stack.block(index)], parameters) for index in range(stack.blocks)]
+    before, after = (sum(cost(modules[name], parameters) for name in names) for names in (stack.before, stack.after))
+    return blocks, before, after
 
 
-def cost(module: nn.Module, shape: Callable[[nn.Parameter], Sequence[int]] = _shape) -> float:
+def cost(module: nn.Module, parameters: ParameterMap | None = None) -> float:
     """Returns the cost of a module per token, in operations: one for each weight and each output of a matrix, and for
     an embedding one for each element of a row. Attention scores are not counted, since they cost the same in all
-    blocks.
+    blocks. With ``parameters`` it is that of the original module.
     """
     total = 0.0
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
-            sizes = shape(parameter)
-            if sizes and isinstance(part, nn.Embedding):
-                total += sizes[-1]
-            elif sizes:
-                total += math.prod(sizes) + (sizes[0] if len(sizes) > 1 else 0)
+            record = None if parameters is None else parameters.find(parameter)
+            if record is not None and record.added:
+                continue
+            shape = parameter.shape if record is None else record.layout.shape
+            if isinstance(part, nn.Embedding):
+                total += shape[-1]
+            else:
+                total += math.prod(shape) + (shape[0] if len(shape) > 1 else 0)
     return total
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from neuron_accel import ModelParallelismPlugin, PipelineParallelPlugin, TensorParallelPlugin
 from neuron_accel.engine.plan.planner import make_plan
 from neuron_accel.engine.plan.plugin import Claim
+from neuron_accel.engine.sharding.parameters import ParameterMap
 from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
 from neuron_accel.models.stages import Stack
 from neuron_accel.strategies.pipeline.cuts import balanced, cost, cut
@@ -110,6 +112,18 @@ def test_a_large_head_takes_the_place_of_blocks():
     block, head = cost(model.model.layers[0]), cost(model.lm_head)
     assert head > 10 * block
     assert cost(model.model.embed_tokens) == 64
+
+
+def test_stages_are_balanced_by_the_original_model():
+    """Not by the shards that a rank keeps, and without what strategies have added."""
+    model = llama()
+    parameters, starts = ParameterMap(model), cut(model, 2, None)[1]
+    model.model.layers[0].adapter = nn.Linear(64, 65536)
+    parameters.follow(model)
+    assert cut(model, 2, None, parameters)[1] == starts != cut(model, 2, None)[1]
+    head = parameters["lm_head.weight"].layout
+    parameters.set_layout("lm_head.weight", replace(head, shape=(1_000_000, head.shape[1])))
+    assert cut(model, 2, None, parameters)[1] == (0, len(model.model.layers) - 1)
 
 
 @pytest.mark.parametrize(
