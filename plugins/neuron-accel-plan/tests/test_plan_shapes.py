@@ -58,6 +58,7 @@ def test_the_same_again(func, args):
         (aten.add_.Tensor, lambda: (meta(2, 3), meta(3)), 1),
         (aten._foreach_add_.Scalar, lambda: ([meta(2), meta(3)], 1.0), 1),
         (aten.unsqueeze_.default, lambda: (meta(2, 3), 0), 3),
+        (aten.set_.source_Tensor, lambda: (one := meta(2, 3), one.detach()), 3),
     ],
 )
 def test_what_changes_an_argument_and_not_its_shape_is_carried_out_once(func, args, times):

@@ -128,7 +128,7 @@ def _creates(func: Any) -> bool:
 def _changes(func: Any) -> bool:
     """Whether an operation changes its first argument only, and returns that or nothing, by its schema."""
     schema = func._schema
-    if not schema.arguments or len(schema.returns) > 1:
+    if not schema.arguments or len(schema.returns) > 1 or schema.name == "aten::set_":  # which memory is not a shape
         return False
     first, *others = schema.arguments
     changed = first.alias_info
