@@ -149,6 +149,7 @@ def test_another_training_than_that_of_the_checkpoint_is_another_question(monkey
     searched = []
     answer = {"configuration": {"plugins": ["zero1"]}, "layout": "zero1", "rows": 4, "parameters": 5, "model": "M"}
     answer |= {"mesh": "dp 2", "seconds": [1.0, 0.5, 2.0], "memory": 1, "parts": {}, "others": [], "slower": 0}
+    answer |= {"left": 0, "at_most_faster": 0.0}
 
     def search(question):
         searched.append(question)

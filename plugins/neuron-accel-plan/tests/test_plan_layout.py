@@ -121,6 +121,48 @@ def test_few_micro_batches_stand_for_many(folder):
     assert sent[0] == pytest.approx(sent[1], rel=0.01, abs=256)
 
 
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_rank_with_few_blocks_runs_all_of_them(rank):
+    """That is no more work than two other numbers of blocks, and exact, also where stages have unequal numbers."""
+    from transformers import LlamaConfig
+
+    from neuron_accel import PipelineParallelPlugin
+
+    llama = LlamaConfig(num_hidden_layers=11, vocab_size=256, max_position_embeddings=128, **SIZE)
+    pipeline = PipelineParallelPlugin(
+        pipeline_parallel_size=4, num_microbatches=4, schedule="interleaved", virtual_stages=2
+    )
+    options = {"global_batch": 16, "plugins": [pipeline], "rank": rank}
+    few, all_ = (planned(llama, full_depth=deep, **options) for deep in (False, True))
+    assert few.extrapolated
+    assert not all_.extrapolated
+    assert few.step.blocks == all_.step.blocks
+    assert len(few.step.blocks) in (2, 3)
+    assert few.step.peaks == all_.step.peaks
+    assert few.step.operations == all_.step.operations
+    assert few.step.weights == all_.step.weights
+
+
+def test_a_step_that_does_not_fit_need_not_be_counted_whole(folder, monkeypatch):
+    """Few of its micro-batches are enough, and need no more than all of them."""
+    from neuron_accel_plan.layout import Planner
+
+    from neuron_accel import Instance, PipelineParallelPlugin
+
+    plugins = [PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=8)]
+    arguments = {"world_size": 2, "global_batch": 16, "sequence": 64, "instance": "trn1.2xlarge"}
+    for core, fits in ((1 << 20, False), (1 << 30, True)):
+        monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None, core=core: core)
+        planner = Planner(folder, **arguments)
+        few = planner.count(plugins, rank=0, only_if_fits=True)
+        assert few.fits == fits
+        assert few.accumulation == 8
+        whole = planner.count(plugins, rank=0)
+        assert (few.step.peak.total == whole.step.peak.total) == fits
+        assert few.step.peak.total <= whole.step.peak.total
+        assert whole.fits == fits
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_the_time_of_few_micro_batches_of_a_pipeline_stands_for_many(schedule):
     """All but the first add to gradients."""

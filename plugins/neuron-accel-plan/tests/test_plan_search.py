@@ -24,7 +24,35 @@ def folder(tmp_path_factory):
 
 def command(folder, *words):
     known = ["plan", "--model", str(folder), "--global-batch", "4", "--sequence", "64"]
-    return main([*known, "--instances", "1", "--instance", "trn1.2xlarge", *words])
+    return main([*known, "--instances", "1", "--instance", "trn1.2xlarge", "--within", "0", *words])
+
+
+@pytest.mark.timeout(120)
+def test_a_search_with_a_limit_of_time_says_what_is_left(folder, capsys, monkeypatch):
+    """It ends with the first layout that fits, here not the fastest, and bounds what was not counted."""
+    from neuron_accel_plan import candidates
+
+    from neuron_accel import Instance
+
+    offering = [cls for cls in candidates.offering() if cls.spec.name in ("tensor_parallel", "zero1")]
+    monkeypatch.setattr(candidates, "offering", lambda: offering)
+    monkeypatch.setattr(Instance, "core_bytes", lambda self, lnc=None: 8 << 20)
+    assert command(folder, "--best", "3", "--jobs", "1", "--within", "0.001", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["layouts"]) == 1
+    least = [left["seconds_at_least"] for left in found["left"]]
+    assert least == sorted(least)
+    assert len(least) > 1
+    assert least[0] > 0
+    assert command(folder, "--best", "3", "--jobs", "1", "--within", "0.001") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{len(least)} layouts are left, since the time of the search was over (--within): none" in printed
+    assert command(folder, "--best", "3", "--jobs", "1", "--json") == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert len(whole["layouts"]) == 3
+    assert not whole["left"]
+    assert min(least) <= whole["layouts"][0]["seconds"]["likely"] <= found["layouts"][0]["seconds"]["likely"]
+    assert command(folder, "--within", "-1") == 2
 
 
 @pytest.mark.slow
@@ -117,7 +145,7 @@ def test_processes_are_started_at_once_if_there_are_many_layouts(folder, monkeyp
     searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), runs, None, lambda done, total: None)
     monkeypatch.setattr(searcher, "layouts", lambda: [search.Layout(plugins=(), accumulation=n) for n in (1, 2)])
     monkeypatch.setattr(dry_runs, "_WORTHWHILE", 1e9)
-    assert searcher.run(1)[0]
+    assert searcher.run(1).found
     assert runs.started == (many == 1)
 
 
@@ -190,7 +218,9 @@ def test_a_search_finds_what_counting_all_layouts_finds(request, monkeypatch, wo
     planner = Planner(**arguments)
     runs = dry_runs.DryRuns(planner, arguments, None, 1)
     searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), runs, None, lambda done, total: None)
-    found, slower, ruled_out = searcher.run(3)
+    queue = searcher.run(3)
+    found, slower, ruled_out = queue.found, queue.slower(), queue.ruled_out
+    assert not queue.left()
     every = {str(each): dry_runs.answer(planner, None, each) for each in searcher.layouts()}
     fitting = {name: ranked for name, ranked in every.items() if isinstance(ranked, search.Ranked)}
     assert len(fitting) > 3
@@ -204,8 +234,10 @@ def test_a_search_finds_what_counting_all_layouts_finds(request, monkeypatch, wo
             assert 0.6 < each.seconds / fitting[str(each.layout)].time.seconds <= 1 + 1e-9, each
 
 
-def test_what_is_found_first_is_predicted_and_below_all_bounds(folder):
-    """The first is slower than its bound, the third does not fit, and the last need not be counted."""
+@pytest.mark.parametrize("end", ["all known", "in time"])
+def test_what_is_found_first_is_predicted_and_below_all_bounds(bounds, folder, end):
+    """The first is slower than its bound, the third does not fit, and the last need not be counted. If the time is over
+    after the first, it is what was found."""
     from neuron_accel_plan import search
     from neuron_accel_plan.bounds import Estimate
     from neuron_accel_plan.dry_runs import Failed
@@ -234,14 +266,57 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(folder):
     estimates = [
         Estimate(layouts[each], 1, 0.0, seconds) for each, seconds in zip(taken, (1.0, 1.2, 1.3, 2.0), strict=True)
     ]
-    found, slower, ruled_out = searcher._best_first(estimates, 1, lambda done, more: None)
+    queue = search._Queue(bounds, estimates, 1)
+    limit = search.Limit() if end == "all known" else search.Limit(seconds=1e-9)
+    searcher._best_first(queue, limit, lambda done, more: None)
+    if end == "in time":
+        assert asked == ["1"]
+        assert [ranked.layout for ranked in queue.found] == [layouts["1"]]
+        assert [(each.layout, each.seconds) for each in queue.left()] == [
+            (layouts["2"], 1.2),
+            (layouts["4"], 1.3),
+            (layouts["8"], 2.0),
+        ]
+        assert not queue.slower()
+        assert not queue.ruled_out
+        return
     assert asked == ["1", "2", "4"]
-    assert [ranked.layout for ranked in found] == [layouts["2"]]
-    assert [(each.layout, each.seconds, each.counted) for each in slower] == [
+    assert [ranked.layout for ranked in queue.found] == [layouts["2"]]
+    assert [(each.layout, each.seconds, each.counted) for each in queue.slower()] == [
         (layouts["8"], 2.0, False),
         (layouts["1"], 3.0, True),
     ]
-    assert [ruled.layout for ruled in ruled_out] == [layouts["4"]]
+    assert [ruled.layout for ruled in queue.ruled_out] == [layouts["4"]]
+    assert not queue.left()
+
+
+def test_a_search_that_hurries_counts_first_what_is_likely_to_fit(bounds, folder):
+    """What may not fit waits until one is found that does, or none is left that is likely to."""
+    from neuron_accel_plan.bounds import Estimate
+    from neuron_accel_plan.dry_runs import Failed
+    from neuron_accel_plan.layout import Planner
+    from neuron_accel_plan.search import Layout, Ranked, _Queue
+
+    from neuron_accel import Zero1Plugin
+
+    count = Planner(folder, world_size=2, global_batch=4, sequence=64, instance="trn1.2xlarge").count([], quick=True)
+    large, small, other = (
+        Layout(plugins=p, accumulation=a) for p, a in (((), 1), ((Zero1Plugin(),), 1), ((Zero1Plugin(),), 2))
+    )
+    core = float(bounds._core)
+    estimates = [Estimate(large, 1, core, 1.0), Estimate(small, 1, 0.5 * core, 1.2), Estimate(other, 1, core, 1.3)]
+    for fits in (True, False):
+        queue = _Queue(bounds, estimates, 1)
+        queue.hurry()
+        assert queue.following() == (repr(small), small)
+        assert not queue.end()
+        time = replace(count.predict(), seconds=1.25)
+        queue.take(repr(small), Ranked(layout=small, count=count, time=time) if fits else Failed("cannot run"))
+        assert queue.following() == (repr(large), large)  # as long as there is time
+        assert queue.end() == fits
+        assert [ranked.layout for ranked in queue.found] == [small] * fits
+        assert [each.layout for each in queue.left()] == [large] * fits
+        assert [each.layout for each in queue.slower()] == ([other] if fits else [large, other])
 
 
 def test_layouts_that_tell_of_each_other_are_counted_one_after_the_other(bounds, folder):
@@ -268,7 +343,7 @@ def test_layouts_that_tell_of_each_other_are_counted_one_after_the_other(bounds,
     assert [ruled.layout for ruled in queue.ruled_out] == [whole]
 
 
-def test_of_equal_times_the_fewest_micro_batches_are_first(folder):
+def test_of_equal_times_the_fewest_micro_batches_are_first(bounds, folder):
     """Whichever bound is lower: what is equal but for rounding is equal."""
     from neuron_accel_plan import search
     from neuron_accel_plan.bounds import Estimate
@@ -290,12 +365,13 @@ def test_of_equal_times_the_fewest_micro_batches_are_first(folder):
 
     searcher = search._Searcher(planner, find_instance("trn1.2xlarge"), Answers(), None, lambda done, total: None)
     layouts = [search.Layout(plugins=(), accumulation=number) for number in seconds]
-    bounds = [1.0, 2.0, seconds[1] * (1 + 1e-12)]
+    least = [1.0, 2.0, seconds[1] * (1 + 1e-12)]
     estimates = [
-        Estimate(layout, layout.accumulation, 0.0, bound) for layout, bound in zip(layouts, bounds, strict=True)
+        Estimate(layout, layout.accumulation, 0.0, bound) for layout, bound in zip(layouts, least, strict=True)
     ]
-    found, _, _ = searcher._best_first(estimates, 3, lambda done, more: None)
-    assert [ranked.layout.accumulation for ranked in found] == [1, 2, 4]
+    queue = search._Queue(bounds, estimates, 3)
+    searcher._best_first(queue, search.Limit(), lambda done, more: None)
+    assert [ranked.layout.accumulation for ranked in queue.found] == [1, 2, 4]
 
 
 @pytest.fixture
@@ -363,10 +439,34 @@ def test_what_shards_less_or_has_larger_micro_batches_needs_no_less_memory(bound
     others["none"] = replace(every, plugins=tensor)
     bounds.learn_impossible(every, Failed("an error"))
     assert all(bounds.by_layouts(each) == (None, 0.0) for each in others.values())
-    bounds.learn_impossible(every, Failed("24 GiB", too_large=True))
+    bounds.learn_impossible(every, Failed("24 GiB", memory=24 << 30))
     reasons = {name: bounds.by_layouts(each)[0] for name, each in others.items()}
     assert {name for name, reason in reasons.items() if reason is None} == fits
     assert all(reason is None or (str(every) in reason and "24 GiB" in reason) for reason in reasons.values())
+
+
+def test_what_was_counted_corrects_estimates_of_layouts_that_are_alike(bounds):
+    """From two of them on, by the least that was found, which only makes estimates larger."""
+    from neuron_accel_plan.bounds import Estimate
+    from neuron_accel_plan.search import Layout
+
+    from neuron_accel import FullyShardedPlugin, Zero1Plugin
+
+    layouts = [Layout(plugins=(FullyShardedPlugin(),), accumulation=number) for number in (1, 2, 4, 8)]
+    core = bounds._core
+    last = Estimate(layouts[3], 8, core * 0.9, 1.0)
+    for layout, factor in zip(layouts, (1.5, 1.3), strict=False):
+        assert bounds.too_large(last.layout, last.memory) is None
+        bounds.learn_memory(Estimate(layout, 1, 1000.0, 1.0), round(1000 * factor))
+    assert "GiB, estimated" in bounds.too_large(last.layout, last.memory)  # 0.9 * 1.3 is more than 1.1
+    assert not bounds.is_likely(last)
+    other = Layout(plugins=(Zero1Plugin(),), accumulation=8)
+    assert bounds.too_large(other, last.memory) is None
+    assert bounds.is_likely(replace(last, layout=other))
+    for factor in (0, 0.5):  # one that cannot run, and one of another stage
+        bounds.learn_memory(Estimate(layouts[2], 4, 1000.0, 1.0), round(1000 * factor))
+    assert bounds.too_large(last.layout, last.memory) is None
+    assert bounds.too_large(last.layout, 1.2 * core) is not None
 
 
 @pytest.mark.parametrize("in_block", [True, False])
@@ -377,7 +477,7 @@ def test_a_chunked_loss_does_not_help_where_a_block_needs_too_much(bounds, in_bl
     from neuron_accel import ChunkedLossPlugin, FullyShardedPlugin, Zero1Plugin
 
     whole, loss = Layout(plugins=(FullyShardedPlugin(),), accumulation=2), ChunkedLossPlugin()
-    bounds.learn_impossible(whole, Failed("24 GiB", too_large=True, in_block=in_block))
+    bounds.learn_impossible(whole, Failed("24 GiB", memory=24 << 30, in_block=in_block))
     for others in ((FullyShardedPlugin(),), (Zero1Plugin(),), ()):  # those that shard less do not help either
         reason, _ = bounds.by_layouts(replace(whole, plugins=(loss, *others)))
         assert (reason is None) != in_block

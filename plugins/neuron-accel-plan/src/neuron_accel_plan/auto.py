@@ -23,6 +23,7 @@ from neuron_accel import errors, find_instance
 from neuron_accel.commands import format_bytes, format_seconds, load_dataclass
 from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
+from neuron_accel_plan.plan_command import WITHIN
 from neuron_accel_plan.ranks import memory_of_cpu_rank
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Training:
             assumed ones on CPU ranks (``cpu_machine`` of ``ranks.py``).
         reserve: bytes of a core that are left to what is not counted; by default 10%.
         jobs: the most processes of the search; by default as many as there are cores.
+        within: seconds after which the search ends with what it has found, once a layout fits; 0: when nothing that is
+            left can be faster.
     """
 
     model: Any
@@ -69,6 +72,7 @@ class Training:
     calibration: str | None = None
     reserve: int | None = None
     jobs: int | None = None
+    within: float = WITHIN
 
 
 def choose(
@@ -112,7 +116,7 @@ def choose(
     asked = load_dataclass(Training, training, "plan_for")
     with tempfile.TemporaryDirectory() as folder:
         question = _question(asked, Path(folder), world_size=world_size, device=device, hardware=hardware)
-        named = {name: value for name, value in question.items() if name not in ("model", "jobs")}
+        named = {name: value for name, value in question.items() if name not in ("model", "jobs", "within")}
         kept = _kept(recorded, named)
         if kept is not None:
             found, why = kept, "the layout of the checkpoint that this run continues, chosen for the same training"
@@ -207,6 +211,7 @@ def _question(asked: Training, folder: Path, *, world_size: int, device: str, ha
         "calibration": asked.calibration,
         "reserve": asked.reserve,
         "jobs": asked.jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1),
+        "within": asked.within or None,
     }
 
 
@@ -269,7 +274,7 @@ def _reasons(found: Mapping[str, Any], question: Mapping[str, Any]) -> str:
     where = question.get("instance")
     ranks = f"{question['ranks']} ranks of {where}" if where else f"{question['ranks']} CPU ranks"
     seconds, low, high = found["seconds"]
-    total = 1 + len(found["others"]) + found["slower"]
+    total = 1 + len(found["others"]) + found["slower"] + found["left"]
     text = (
         f"the fastest of {total} layouts of {found['model']} that may fit {ranks}, {found['ruled_out']} are ruled out; "
     )
@@ -280,4 +285,6 @@ def _reasons(found: Mapping[str, Any], question: Mapping[str, Any]) -> str:
     if found["others"]:
         other = found["others"][0]
         text += f"; the next is {other['layout']} with {format_seconds(other['seconds'])}"
+    if found["left"]:
+        text += f"; {found['left']} were left when the search ended, at most {found['at_most_faster']:.0%} faster"
     return text

@@ -60,6 +60,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         calibration=calibration,
         best=FEW if is_shallow else BEST,
         jobs=question["jobs"],
+        within=question["within"],
         **same,
     )
     best, parameters = list(found.best), found.parameters
@@ -82,6 +83,8 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         "others": [{"layout": str(each.layout), "seconds": each.time.seconds} for each in best[1:BEST]],
         "slower": len(found.slower) + len(best[BEST:]),
         "ruled_out": len(found.ruled_out),
+        "left": len(found.left),
+        "at_most_faster": found.at_most_faster,
     }
 
 

@@ -55,6 +55,11 @@ _SLACK, _ROUGH = 1.1, 1.5
 micro-batch of their own size, or by two of other sizes, or how it grows with samples is known of a family that is
 alike; or from one of one sample, of which what does not grow with samples is multiplied too."""
 
+_LIKELY = 0.95
+"""Share of a core up to which a layout whose memory is estimated is likely to fit."""
+_ENOUGH = 2
+"""Layouts that are counted before what they need corrects the estimates of others."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -212,6 +217,7 @@ class Bounds:
         self._room: dict[tuple[type, ...], float] = {}  # the same of the memory that passes take
         self._recomputed: dict[str, float] = {}  # by what recomputes: by how much the passes of a block grow
         self._at_least: dict[str, float] = {}  # seconds of layouts that are not ruled out
+        self._counted: dict[str, list[float]] = {}  # counted memory by the estimate of it; see `_alike`
         self._too_large: dict[str, list[tuple[Layout, Failed]]] = {}  # by the plugins that shard nothing over replicas
         self._families: dict[str, tuple[StrategyPlugin, ...]] = {}
         self._names: dict[int, str] = {}  # by the identity of the families, which they keep alive
@@ -265,10 +271,28 @@ class Bounds:
         """Keeps what the time of a layout is not below, or what it is predicted to be."""
         self._at_least[repr(layout)] = seconds
 
+    def learn_memory(self, estimate: Estimate, memory: int) -> None:
+        """Keeps how many bytes a layout was counted to need; 0 if it cannot run."""
+        if estimate.memory and memory:
+            self._counted.setdefault(self._alike(estimate.layout), []).append(memory / estimate.memory)
+
+    def too_large(self, layout: Layout, memory: float) -> str | None:
+        """Returns why a layout does not fit, by an estimate of its bytes from a micro-batch of its own size, or by
+        others; None if it may fit. What was counted of layouts that are alike corrects it."""
+        counted = self._counted.get(self._alike(layout), ())
+        if len(counted) >= _ENOUGH:
+            memory *= max(1.0, min(counted))
+        return self._too_much(memory) if memory > self._core * _SLACK else None
+
+    def is_likely(self, estimate: Estimate) -> bool:
+        """Whether a layout that is to be counted is likely to fit."""
+        counted = self._counted.get(self._alike(estimate.layout), [1.0])
+        return estimate.memory * max(1.0, sum(counted) / len(counted)) <= _LIKELY * self._core
+
     def learn_impossible(self, layout: Layout, why: Failed | None = None) -> None:
         """Keeps that a layout is ruled out; ``why``, if it was counted."""
         self._at_least.pop(repr(layout), None)
-        if why is not None and why.too_large:
+        if why is not None and why.memory:
             self._too_large.setdefault(self._without_sharding(layout), []).append((layout, why))
 
     def by_layouts(self, layout: Layout) -> tuple[str | None, float]:
@@ -291,6 +315,17 @@ class Bounds:
     def common(self, layout: Layout) -> str:
         """What is the same for layouts of which one may tell something of another (:meth:`by_layouts`)."""
         return self._without_sharding(dataclasses.replace(layout, plugins=_without_recomputing(layout.plugins)))
+
+    def _alike(self, layout: Layout) -> str:
+        """What is the same for layouts whose estimated memory differs alike from what is counted: what they recompute
+        and shard over replicas, and what their stages run in turn."""
+        facts, stages = self._facts_of(layout), self._stages_of(layout)
+        assert not isinstance(stages, str)
+        kind = f"{_recomputing(facts.family)} {sorted(facts.parts)}"
+        if stages is None:
+            return kind
+        passes = {name for of_rank in stages.passes for name, *_ in of_rank}
+        return f"{kind} {len(stages.blocks[0])} stages of {sorted(passes)}"
 
     def _without_sharding(self, layout: Layout) -> str:
         return repr([plugin for plugin in layout.plugins if not plugin.sharded_over_replicas()])
@@ -395,7 +430,10 @@ class Bounds:
                 seconds = max(seconds, self._least_seconds(layout, sample, stages, times, number, like=like))
             elif like != own and not self.knows(like) and not self._larger(like) and self._ran(facts.base):
                 following = like  # which several families have in common
-        if memory > self._core * self._slack(sample == own or self._larger(own) is not None, family):
+        is_close = sample == own or self._larger(own) is not None
+        if is_close and (reason := self.too_large(layout, memory)):
+            return reason
+        if memory > self._core * self._slack(is_close, family):
             return self._too_much(memory)
         return Estimate(layout, number, memory, seconds, following)
 

@@ -59,12 +59,12 @@ class Failed:
 
     Args:
         reason: one sentence.
-        too_large: whether it runs, and has not enough memory.
+        memory: bytes that it needs, if it runs and has not enough memory; else 0.
         in_block: whether the rank of the first stage needs too much in a block of the model.
     """
 
     reason: str
-    too_large: bool = False
+    memory: int = 0
     in_block: bool = False
 
 
@@ -186,7 +186,7 @@ def answer(planner: Planner, calibration: Any, task: Task) -> Answer:
     try:
         if isinstance(task, Sample):
             return planner.shallow(task.family, task.rows, task.micro_batches)
-        count = planner.count(task.plugins, task.accumulation, rank=0)
+        count = planner.count(task.plugins, task.accumulation, rank=0, only_if_fits=True)
         if count.fits:  # other ranks may keep more
             count = planner.count(task.plugins, task.accumulation)
     except NeuronAccelError as error:
@@ -202,9 +202,9 @@ def answer(planner: Planner, calibration: Any, task: Task) -> Answer:
         peak, room = count.step.peak, count.core_bytes - count.reserve
         largest = max(peak.parts, key=lambda part: peak.parts[part])
         return Failed(
-            f"{peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
+            f"at least {peak.total / 2**30:.1f} GiB, most of it {largest} ({peak.parts[largest] / 2**30:.1f} GiB); "
             f"a core has {room / 2**30:.3g} GiB without its reserve",
-            too_large=True,
+            memory=peak.total,
             in_block=count.rank == 0 and block_of(peak.moment, planner.blocks or "") is not None,
         )
     return Ranked(layout=task, count=count, time=count.predict(calibration))

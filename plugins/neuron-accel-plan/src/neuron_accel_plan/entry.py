@@ -51,6 +51,7 @@ def plan(
     calibration: Machine | None = None,
     best: int = 10,
     jobs: int = 1,
+    within: float | None = None,
     progress: Callable[[int, int], None] = ...,
 ) -> Search: ...
 def plan(
@@ -104,8 +105,9 @@ def plan(
         options: of a search: ``price_per_hour`` of an instance; ``calibration``, measured constants for the prediction
             of time; ``best``, the number of layouts to find, 10 by default; ``jobs``, the most processes that dry runs
             are shared by, 1 by default (each has about half a gigabyte, and a script needs
-            ``if __name__ == "__main__":`` then); ``progress``, which is called with the number of dry runs that are
-            done and that will be done.
+            ``if __name__ == "__main__":`` then); ``within``, seconds after which it ends with what it has found, once a
+            layout fits (by default when nothing that is left can be faster); ``progress``, which is called with the
+            number of dry runs that are done and that will be done.
 
     Raises:
         ConfigurationError: for an unknown model, instance or option.

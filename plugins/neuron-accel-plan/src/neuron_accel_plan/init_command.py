@@ -16,6 +16,7 @@ from typing import Any
 
 from neuron_accel.commands import format_bytes, format_seconds, show, terminal_width, wrap_words
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
+from neuron_accel_plan.plan_command import WITHIN, within_of
 
 DESCRIPTION = """\
 Ask for the model, the data and the machine, search the layout that fits and has the shortest predicted time, and write
@@ -30,7 +31,7 @@ the name of a popular one (as of `neuron-accel plan`), one of Hugging Face's hub
 folder. A folder with weights is trained further, other models begin with random weights. The data is a file or a folder
 of .txt files, or .jsonl files with "text" in each line.
 
-The search takes seconds for a small model, and minutes for a large one on many instances. On the CPU (--instance cpu)
+The search takes seconds for a small model, and for a large one a minute (--within). On the CPU (--instance cpu)
 time is predicted with assumed constants.
 """
 EXAMPLES = """\
@@ -69,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="the folder (default: this one)")
     how.add_argument("--jobs", type=int, metavar="N", help="processes of the search (default: all cores)")
+    how.add_argument(
+        "--within",
+        type=float,
+        metavar="SECONDS",
+        help=f"end the search after so long (default: {WITHIN:g}); 0: when nothing can be faster",
+    )
     how.add_argument("--overwrite", action="store_true", help="replace files that exist")
     how.add_argument("-y", "--yes", action="store_true", help="ask nothing, and take the defaults")
 
@@ -234,6 +241,7 @@ def _search_question(args: argparse.Namespace, got: Mapping[str, Any]) -> dict[s
         "calibration": None,
         "reserve": None,
         "jobs": args.jobs or cores,
+        "within": within_of(args),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelE
 from neuron_accel_plan.calibration import Machine, reserve_of
 from neuron_accel_plan.graphs import Finding, findings
 from neuron_accel_plan.shapes import Results
-from neuron_accel_plan.step import StepCount, count_step, depths_of, extrapolate, repeat
+from neuron_accel_plan.step import StepCount, at_blocks, count_step, depths_of, extrapolate, repeat
 from neuron_accel_plan.time import StepTime, predict_time
 
 if TYPE_CHECKING:
@@ -273,6 +274,7 @@ class Planner:
         rank: int | None = None,
         full_depth: bool = False,
         quick: bool = False,
+        only_if_fits: bool = False,
     ) -> LayoutCount:
         """Counts a layout.
 
@@ -283,6 +285,7 @@ class Planner:
             quick: whether to run one step instead of two (see ``warm_up`` of
                 :func:`~neuron_accel_plan.step.count_step`), and of a pipeline's stages between the first and the
                 last only those with more blocks than both, or more micro-batches whose activations are kept.
+            only_if_fits: whether to count a step of few micro-batches only if that does not fit a core already.
 
         Raises:
             PlanError, LayoutError, UnsupportedModelError: if the layout is not possible.
@@ -304,7 +307,7 @@ class Planner:
         depths = depths_of(self._period, self.layers, gathered)
         extrapolated = self.blocks is not None and max(depths) < self.layers and not full_depth
         counts = {
-            each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each, not quick, depths)
+            each: self._extrapolated(plan, pipeline, stages, accumulation, rows, each, not quick, depths, only_if_fits)
             if extrapolated
             else self._run(_Run(plan.plugins, each, accumulation, rows, depth=None, warm_up=not quick))
             for each in ranks
@@ -414,28 +417,40 @@ class Planner:
         rank: int,
         warm_up: bool,
         depths: tuple[int, int],
+        only_if_fits: bool,
     ) -> StepCount:
         """Counts of a step, from steps with few blocks and micro-batches."""
         assert self.blocks is not None
+        name = self.blocks
         position = 0 if stages is None else plan.mesh.coordinates(rank)[stages.axis]
-        own = (self.layers,) if stages is None else stages.blocks[position]
-        last = sum(sum(blocks) for blocks in stages.blocks[: position + 1]) if stages and len(own) == 1 else self.layers
+        of_ranks = [(self.layers,)] if stages is None else stages.blocks
+        own = of_ranks[position]
+        # The blocks of this rank in the model.
+        starts = itertools.accumulate((sizes[n] for n in range(len(own)) for sizes in of_ranks), initial=0)
+        begins = list(starts)[position :: len(of_ranks)]
+        blocks = [begin + n for begin, size in zip(begins, own, strict=False) for n in range(size)]
 
-        def sizes(depth: int) -> list[list[int]]:
-            """Blocks of every stage: one in those of other ranks, which this rank does not run."""
-            ranks = [own] if stages is None else stages.blocks
-            return [[depth if index == position else 1] * len(own) for index, own in enumerate(ranks)]
+        def sizes(blocks: Sequence[int]) -> list[Sequence[int]]:
+            """Blocks of the stages of each rank: those of this rank, and one in those of others, which it does not
+            run."""
+            return [blocks if index == position else [1] * len(own) for index in range(len(of_ranks))]
 
-        def with_depths(plugins: tuple[StrategyPlugin, ...], accumulation: int, rows: int) -> StepCount:
-            shallow = []
-            for depth in depths:
-                staged = plugins
-                if pipeline is not None:
-                    number = rows // rows_each
-                    staged = tuple(plugin.with_stages(self.blocks or "", sizes(depth), number) for plugin in plugins)
-                blocks = sum(map(sum, sizes(depth)))
-                shallow.append(self._run(_Run(staged, rank, accumulation, rows, depth=blocks, warm_up=warm_up)))
-            return extrapolate(shallow, sum(own) / len(own), self.blocks or "", last - 1, depths)
+        def run(
+            of_stages: Sequence[int], plugins: tuple[StrategyPlugin, ...], accumulation: int, rows: int
+        ) -> StepCount:
+            if pipeline is not None:
+                number = rows // rows_each
+                plugins = tuple(plugin.with_stages(name, sizes(of_stages), number) for plugin in plugins)
+            depth = sum(map(sum, sizes(of_stages)))
+            return self._run(_Run(plugins, rank, accumulation, rows, depth=depth, warm_up=warm_up))
+
+        def of_depth(plugins: tuple[StrategyPlugin, ...], accumulation: int, rows: int) -> StepCount:
+            if sum(own) <= sum(depths) * len(own) and (
+                stages is None or self._period == 1
+            ):  # less work than two depths
+                return at_blocks(run(own, plugins, accumulation, rows), name, blocks)
+            shallow = [run([depth] * len(own), plugins, accumulation, rows) for depth in depths]
+            return extrapolate(shallow, sum(own) / len(own), name, blocks[-1], depths)
 
         rows_each = 0 if stages is None else rows // stages.microbatches
         if stages is None or accumulation > 1:
@@ -443,23 +458,32 @@ class Planner:
             # and weights may stay gathered after it.
             few = 3 if any(plugin.sharded_over_replicas() for plugin in plan.plugins) else 2
             if accumulation <= few:
-                return with_depths(plan.plugins, accumulation, rows)
-            counts = [with_depths(plan.plugins, number, rows) for number in (1, few)]
+                return of_depth(plan.plugins, accumulation, rows)
+            counts = [of_depth(plan.plugins, 1, rows)]
+            if only_if_fits and not self._fits(counts[0]):
+                return counts[0]
+            counts.append(of_depth(plan.plugins, few, rows))
             return repeat(counts, (1, few), accumulation, (1, 1, 1))
         # One micro-batch alone adds to no gradients, so that no further one is like it.
         numbers = (stages.multiple, 2 * stages.multiple) if stages.multiple > 1 else (2, 3)
         if stages.microbatches <= numbers[1]:
-            return with_depths(plan.plugins, 1, rows)
+            return of_depth(plan.plugins, 1, rows)
         assert pipeline is not None
-        kept = []
+        kept, ones = [], [1] * len(own)
         for number in numbers:
-            few_stages = pipeline.with_stages(self.blocks, sizes(1), number).stages(
-                self._shallow(sum(map(sum, sizes(1))))
+            few_stages = pipeline.with_stages(name, sizes(ones), number).stages(
+                self._shallow(sum(map(sum, sizes(ones))))
             )
             assert few_stages is not None
             kept.append(few_stages.in_flight[position])
-        counts = [with_depths(plan.plugins, 1, number * rows_each) for number in numbers]
+        counts = [of_depth(plan.plugins, 1, numbers[0] * rows_each)]
+        if only_if_fits and not self._fits(counts[0]):
+            return counts[0]
+        counts.append(of_depth(plan.plugins, 1, numbers[1] * rows_each))
         return repeat(counts, numbers, stages.microbatches, (*kept, stages.in_flight[position]))
+
+    def _fits(self, count: StepCount) -> bool:
+        return self.core_bytes is None or verdict_of(count.peak.total, self.core_bytes, self.reserve) == FITS
 
     @cache  # noqa: B019  lives as long as the planner
     def _shallow(self, depth: int) -> nn.Module:

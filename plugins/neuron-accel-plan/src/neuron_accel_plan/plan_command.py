@@ -72,8 +72,9 @@ constants of instances are public; which fraction of them a training reaches is 
 measured.
 
 With --instances, all layouts that the installed plugins support are searched for those with the shortest predicted
-time: what does not fit is ruled out, and what is slower by a bound is not counted. That takes a minute or more, on all
-cores (--jobs); progress is shown on a terminal.
+time: what does not fit is ruled out, and what is slower by a bound is not counted. That takes all cores (--jobs), and
+of large models many minutes. After a minute (--within) the search ends with what it has found, and says by how much a
+layout that is left may be faster at most. Progress is shown on a terminal.
 
 The exit code is 1 if an instance is named and the layout, or none, fits its cores and leaves the reserve.
 """
@@ -90,6 +91,8 @@ examples:
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 """Those of PipelineParallelPlugin, whose module would import torch."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
+WITHIN = 60.0
+"""Seconds after which a search ends, if nothing else is given."""
 RECOMPUTED = ("blocks", "attention", "core_attention")
 """What ActivationCheckpointingPlugin recomputes by name."""
 
@@ -107,6 +110,7 @@ _OPTIONS = {
     "instances": "--instances",
     "best": "--best",
     "jobs": "--jobs",
+    "within": "--within",
     "price_per_hour": "--price-per-hour",
     "reserve": "--reserve",
     "zero1": "--zero-1",
@@ -194,6 +198,12 @@ def add_arguments(parser: Parser) -> None:
     search = parser.add_argument_group("search, with --instances")
     search.add_argument("--best", type=int, metavar="N", help="layouts to find (default: 10)")
     search.add_argument("--jobs", type=int, metavar="N", help="processes (default: all cores)")
+    search.add_argument(
+        "--within",
+        type=float,
+        metavar="SECONDS",
+        help=f"end with what is found after so long (default: {WITHIN:g}); 0: when nothing can be faster",
+    )
     search.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the fastest layout")
     where.add_argument(
         "--price-per-hour", type=float, metavar="USD", help="price of an instance; also print that of a million tokens"
@@ -368,7 +378,7 @@ def _limits(args: argparse.Namespace) -> Limits | None:
     )
 
 
-_OF_A_SEARCH = ("best", "jobs", "write")
+_OF_A_SEARCH = ("best", "jobs", "within", "write")
 
 
 def _check_search(args: argparse.Namespace, fix: str) -> None:
@@ -670,9 +680,15 @@ def _searched(args: argparse.Namespace, instances: int, best: int) -> Search:
             calibration=None if args.calibration is None else load_calibration(args.calibration),
             best=best,
             jobs=_cores() if args.jobs is None else args.jobs,
+            within=within_of(args),
             progress=_progress,
         )
     return found
+
+
+def within_of(args: argparse.Namespace) -> float | None:
+    """The seconds after which a search ends; None without a limit."""
+    return WITHIN if args.within is None else args.within or None
 
 
 def _progress(done: int, total: int) -> None:

@@ -168,8 +168,9 @@ def describe_search(found: Search, *, why: bool = False, published: Interval | N
         f"{found.model}, {big(found.parameters)} parameters, on {found.instances} x {found.instance}",
         f"the {len(found.best)} fastest that fit; {len(found.slower)} are slower, {len(found.ruled_out)} are ruled out"
         + ("" if why else " (--why says why)"),
-        "",
     ]
+    lines += wrap_words(_left(found), terminal_width()) if found.left and found.best else []
+    lines.append("")
     rows = []
     for number, ranked in enumerate(found.best, start=1):
         count, links = ranked.count, ranked.count.by_link()
@@ -210,8 +211,20 @@ def describe_search(found: Search, *, why: bool = False, published: Interval | N
         lines += [
             f"  {each.layout}: {_duration(each.seconds)}{' or more' * (not each.counted)}" for each in found.slower
         ]
+        lines += ["", "left", *(f"  {each.layout}: {_duration(each.seconds)} or more" for each in found.left)]
         lines += ["", "ruled out", *(f"  {ruled.layout}: {ruled.reason}" for ruled in found.ruled_out)]
     return "\n".join(lines)
+
+
+def _left(found: Search) -> str:
+    """A sentence on the layouts that a search with a limit of time did not come to."""
+    least, more = found.left[0].seconds, found.at_most_faster
+    text = f"{len(found.left)} layouts are left, since the time of the search was over (--within)"
+    if not least:
+        return f"{text}: nothing is known of their time"
+    if not more:
+        return f"{text}: none of them is faster than the first"
+    return f"{text}: none takes less than {_duration(least)} a step, at most {more:.0%} faster than the first"
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:

@@ -8,7 +8,8 @@ not, whatever its stages, replicas and micro-batches are, and whatever it recomp
 bound is examined more closely, again and again: its own variant of a block is run, from which its memory is estimated,
 then a micro-batch of its own size, and at last the layout itself is counted and its time predicted. What was counted
 bounds layouts that only recompute more, or shard less. A predicted time that is below all bounds is the next best one
-(best-first search).
+(best-first search). A search whose time is limited ends before that, with the best that was counted and the least bound
+of what is left.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import heapq
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import yaml
 
@@ -35,7 +37,7 @@ from neuron_accel_plan.layout import Planner, no_collection_of_what_is_there
 if TYPE_CHECKING:
     from neuron_accel_plan.calibration import Machine
 
-__all__ = ["Layout", "Ranked", "RuledOut", "Search", "Slower", "exclude", "offering", "search", "text"]
+__all__ = ["Layout", "Left", "Ranked", "RuledOut", "Search", "Slower", "exclude", "offering", "search", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,19 @@ class Slower:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Left:
+    """A layout that may fit and be among the fastest, and that a search with a limit of time did not come to.
+
+    Args:
+        layout: the layout.
+        seconds: what a step takes at least, by a bound of the predicted time.
+    """
+
+    layout: Layout
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Search:
     """The layouts of a model on some machines.
 
@@ -71,9 +86,10 @@ class Search:
         instance: instance type.
         instances: number of instances.
         tokens: tokens in a step.
-        best: layouts that fit, the fastest first.
+        best: layouts that were counted and fit, the fastest first.
         ruled_out: those that do not fit or cannot run.
-        slower: all others.
+        slower: those that are not faster than the last of ``best``.
+        left: those that may be faster, that with the least bound first; empty unless the time was limited.
         price_per_hour: price of an instance for an hour; None if it was not given.
     """
 
@@ -85,7 +101,17 @@ class Search:
     best: tuple[Ranked, ...]
     ruled_out: tuple[RuledOut, ...] = field(repr=False)
     slower: tuple[Slower, ...] = field(default=(), repr=False)
+    left: tuple[Left, ...] = field(default=(), repr=False)
     price_per_hour: float | None = None
+
+    @property
+    def at_most_faster(self) -> float:
+        """By which fraction of its tokens per second a layout that is left may be faster than the first; 0 if none may,
+        infinity if nothing is known of one."""
+        if not self.left or not self.best:
+            return 0.0
+        least = self.left[0].seconds
+        return max(0.0, self.best[0].time.seconds / least - 1) if least else math.inf
 
     def price(self, seconds: float) -> float | None:
         """Price of a million tokens, if a step takes that long."""
@@ -116,6 +142,7 @@ class Search:
                 {"layout": str(each.layout), "seconds_at_least": each.seconds, "counted": each.counted}
                 for each in self.slower
             ],
+            "left": [{"layout": str(each.layout), "seconds_at_least": each.seconds} for each in self.left],
         }
 
     def write(self, path: str | os.PathLike[str], number: int = 1) -> None:
@@ -162,6 +189,7 @@ def search(
     calibration: Any = None,
     best: int = 10,
     jobs: int = 1,
+    within: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Search:
     """Finds the fastest layouts of a model that fit on some machines. See :func:`neuron_accel.plan`.
@@ -174,11 +202,15 @@ def search(
         best: number of layouts to find.
         jobs: number of processes that dry runs are shared by, if they take long enough. Each has about half a gigabyte;
             with more than one the script needs ``if __name__ == "__main__":``, as with ``multiprocessing``.
+        within: seconds after which the search ends, as soon as one layout is found that fits: at least one sample of
+            every variant of a block is run. What is found then depends on the speed of this machine. None: the search
+            ends when nothing that is left can be faster.
         progress: called with the number of dry runs that are done, and that will be done.
 
     Raises:
         ConfigurationError: for an unknown model, instance or option.
     """
+    started = time.monotonic()
     kind: Any = find_instance(instance) if isinstance(instance, str) else instance  # or ranks.CpuRanks
     if instances < 1:
         raise ConfigurationError(f"instances is {instances}.", fix="pass at least 1")
@@ -194,6 +226,8 @@ def search(
     for name, number in (("jobs", jobs), ("best", best)):
         if number < 1:
             raise ConfigurationError(f"{name} is {number}.", fix="pass at least 1")
+    if within is not None and not within > 0:
+        raise ConfigurationError(f"within is {within:g}.", fix="pass a number of seconds above 0")
     arguments: dict[str, Any] = {
         "model": model,
         "world_size": instances * kind.hardware().full,
@@ -206,16 +240,17 @@ def search(
     }
     planner = Planner(**arguments)
     with no_collection_of_what_is_there(), closing(DryRuns(planner, arguments, calibration, jobs)) as dry_runs:
-        found, slower, ruled_out = _Searcher(planner, kind, dry_runs, calibration, progress).run(best)
+        queue = _Searcher(planner, kind, dry_runs, calibration, progress).run(best, Limit(within, started))
     return Search(
         model=type(planner.model).__name__,
         parameters=planner.parameters,
         instance=kind.name,
         instances=instances,
         tokens=global_batch * sequence,
-        best=tuple(found),
-        ruled_out=tuple(ruled_out),
-        slower=tuple(slower),
+        best=tuple(queue.found),
+        ruled_out=tuple(queue.ruled_out),
+        slower=tuple(queue.slower()),
+        left=tuple(queue.left()),
         price_per_hour=price_per_hour,
     )
 
@@ -224,6 +259,23 @@ def rank(ranked: Ranked) -> tuple[float, int, int]:
     """Returns by what layouts are ranked: predicted time; of times that are equal but for rounding, the fewest
     micro-batches, and then the least memory."""
     return float(f"{ranked.time.seconds:.9g}"), ranked.count.accumulation, ranked.count.step.peak.total
+
+
+@dataclass(frozen=True)
+class Limit:
+    """When a search ends.
+
+    Args:
+        seconds: after how many; None: when nothing that is left can be faster.
+        started: when it was started, by ``time.monotonic``.
+    """
+
+    seconds: float | None = None
+    started: float = 0.0
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the time has passed."""
+        return self.seconds is not None and time.monotonic() - self.started > share * self.seconds
 
 
 _MANY = 1000
@@ -246,7 +298,7 @@ class _Searcher:
         """Yields the layouts that may be tried."""
         return layouts_of(self._planner.space(()))
 
-    def run(self, best: int) -> tuple[list[Ranked], list[Slower], list[RuledOut]]:
+    def run(self, best: int, limit: Limit = Limit()) -> _Queue:
         """Returns the fastest layouts that fit, those that are slower, and those that are not possible."""
         bounds, ruled_out = self._bounds, list[RuledOut]()
         first: dict[str, Sample] = {}
@@ -274,27 +326,25 @@ class _Searcher:
                 else:
                     estimates[number] = estimate
             self._progress(done, len(first) + best)
-        found, slower, others = self._best_first(
-            [estimates[number] for number in sorted(estimates)],
-            best,
-            lambda done, more: self._progress(len(first) + done, len(first) + done + more),
-        )
-        return found, slower, ruled_out + others
+        queue = _Queue(self._bounds, [estimates[number] for number in sorted(estimates)], best)
+        queue.ruled_out += ruled_out
+        self._best_first(queue, limit, lambda done, more: self._progress(len(first) + done, len(first) + done + more))
+        return queue
 
-    def _best_first(
-        self, estimates: Iterable[Estimate], best: int, progress: Callable[[int, int], None]
-    ) -> tuple[list[Ranked], list[Slower], list[RuledOut]]:
-        """Runs what has the least bound until ``best`` layouts are counted whose predicted time is below all bounds, or
-        equal to some and ranked before these (:func:`rank`)."""
-        queue = _Queue(self._bounds, estimates, best)
+    def _best_first(self, queue: _Queue, limit: Limit, progress: Callable[[int, int], None]) -> None:
+        """Runs what has the least bound until enough layouts are counted whose predicted time is below all bounds, or
+        equal to some and ranked before these (:func:`rank`); or until the time is over and one is counted that fits."""
         done = 0
-        for done, (name, answer) in enumerate(self._dry_runs.answers(queue.following, 3 * best), start=1):
+        for done, (name, answer) in enumerate(self._dry_runs.answers(queue.following, 3 * queue.best), start=1):
             queue.take(name, answer)
-            progress(done, best - len(queue.found))
-            if len(queue.found) == best:
+            progress(done, queue.best - len(queue.found))
+            if len(queue.found) == queue.best:
                 break  # what still runs is slower
+            if limit.is_over(0.5):
+                queue.hurry()
+            if limit.is_over() and queue.end():
+                break
         progress(done, 0)
-        return queue.found, queue.slower(), queue.ruled_out
 
 
 _Key = tuple[float, int, float]
@@ -312,17 +362,23 @@ class _Queue:
     Attributes:
         found: the fastest layouts.
         ruled_out: those that were found to be impossible.
+        best: number of layouts to find.
     """
 
     def __init__(self, bounds: Bounds, estimates: Iterable[Estimate], best: int) -> None:
         self.found: list[Ranked] = []
         self.ruled_out: list[RuledOut] = []
-        self._bounds, self._best = bounds, best
+        self.best = best
+        self._bounds = bounds
         # With the place among all, which ranks what is alike.
         self._heap: list[tuple[_Key, int, Estimate | Ranked]] = []
         self._running: dict[str, Task] = {}
         self._counted: dict[str, str] = {}  # layouts that are running, by what they have in common with others
         self._waiting: dict[str, list[tuple[_Key, int, Estimate]]] = {}  # by the task that they wait for
+        self._fits = False  # whether a layout was counted that fits
+        self._hurries, self._may_hurry = False, True
+        self._aside: list[tuple[_Key, int, Estimate]] = []  # those that may not fit, until one is found that does
+        self._ended = False
         for number, estimate in enumerate(estimates):
             self._push(estimate, number)
 
@@ -330,10 +386,10 @@ class _Queue:
         """Returns the name of the task that is to be run for the layout with the least bound of those that wait for
         none, and the task. None if the next layout, or all of them, are found, or wait for what is running."""
         self._find()
-        while self._heap and len(self.found) < self._best and isinstance(self._heap[0][-1], Estimate):
+        while self._heap and len(self.found) < self.best and isinstance(self._heap[0][-1], Estimate):
             key, number, each = heapq.heappop(self._heap)
             assert isinstance(each, Estimate)
-            if self._is_current(each, number):
+            if self._is_current(each, number) and not self._is_aside(key, number, each):
                 task = each.layout if each.sample is None else each.sample
                 name = repr(task)
                 if each.sample is None:
@@ -343,15 +399,61 @@ class _Queue:
                     self._running[name] = task
                     return name, task
             self._find()
+        if self._aside and not self._heap and not self._running:  # none is left that is likely to fit
+            self._calm()
+            return self.following()
         return None
+
+    def hurry(self) -> None:
+        """Counts only what is likely to fit, until a layout is found that does."""
+        self._hurries = self._may_hurry
+
+    def _is_aside(self, key: _Key, number: int, each: Estimate) -> bool:
+        """Whether a layout is put aside, since it is not likely to fit."""
+        if not self._hurries or each.sample is not None or self._bounds.is_likely(each):
+            return False
+        self._aside.append((key, number, each))
+        return True
+
+    def _calm(self) -> None:
+        """Takes up again what was put aside, for good."""
+        self._hurries = self._may_hurry = False
+        for item in self._aside:
+            heapq.heappush(self._heap, item)
+        self._aside.clear()
+
+    def end(self) -> bool:
+        """Takes what was counted and fits as found, also if what is left may be faster; returns whether there is
+        any."""
+        if not self._fits:
+            return False
+        counted = [each for *_, each in self._heap if isinstance(each, Ranked)]
+        self._ended = True
+        self.found += sorted(counted, key=rank)[: self.best - len(self.found)]
+        self._heap = [item for item in self._heap if item[-1] not in self.found]
+        return True
+
+    def left(self) -> list[Left]:
+        """Returns the layouts that may be among the fastest, if the search was ended before that was known."""
+        return [Left(layout=each.layout, seconds=each.seconds) for each in self._others() if self._is_left(each)]
+
+    def _others(self) -> list[Estimate | Ranked]:
+        """The layouts that are not among the fastest, the fastest of them first."""
+        others = [*self._heap, *itertools.chain.from_iterable(self._waiting.values())]
+        return [each for *_, each in sorted(others, key=lambda item: item[:2])]
+
+    def _is_left(self, each: Estimate | Ranked) -> TypeGuard[Estimate]:
+        if not self._ended or isinstance(each, Ranked):
+            return False
+        return len(self.found) < self.best or each.seconds < self.found[-1].time.seconds
 
     def _find(self) -> None:
         """Takes what is counted and ranked before all others, also before those that wait for what is running."""
-        while self._heap and len(self.found) < self._best:
+        while self._heap and len(self.found) < self.best:
             key, _, first = self._heap[0]
             if not isinstance(first, Ranked):
                 return
-            if any(waits < key for waiting in self._waiting.values() for waits, *_ in waiting):
+            if any(waits < key for waits, *_ in itertools.chain(self._aside, *self._waiting.values())):
                 return
             self.found.append(first)
             heapq.heappop(self._heap)
@@ -372,24 +474,28 @@ class _Queue:
         del self._counted[self._bounds.common(task)]
         (_, number, estimate), *others = waiting
         if isinstance(answer, Ranked):
+            self._bounds.learn_memory(estimate, answer.count.step.peak.total)
             self._push(answer, number)
+            self._fits = True
+            self._calm()
         else:
             assert isinstance(answer, Failed)
+            self._bounds.learn_memory(estimate, answer.memory)
             self._rule_out(estimate.layout, answer.reason, answer)
         for _, number, estimate in others:
             self._push(estimate, number)
         self._find()
 
     def slower(self) -> list[Slower]:
-        """Returns the layouts that are not among the fastest."""
-        left = [*self._heap, *itertools.chain.from_iterable(self._waiting.values())]
+        """Returns the layouts that are known not to be among the fastest."""
         return [
             Slower(
                 layout=each.layout,
                 seconds=each.time.seconds if isinstance(each, Ranked) else each.seconds,
                 counted=isinstance(each, Ranked),
             )
-            for *_, each in sorted(left, key=lambda item: item[:2])
+            for each in self._others()
+            if not self._is_left(each)
         ]
 
     def _push(self, each: Estimate | Ranked, number: int) -> None:
@@ -415,6 +521,9 @@ class _Queue:
             if again.sample != estimate.sample or again.seconds > estimate.seconds:
                 self._push(replace(again, seconds=max(again.seconds, estimate.seconds)), number)
                 return False
+        elif reason := self._bounds.too_large(estimate.layout, estimate.memory):  # more layouts may be counted by now
+            self._rule_out(estimate.layout, reason)
+            return False
         reason, seconds = self._bounds.by_layouts(estimate.layout)
         if reason is not None:
             self._rule_out(estimate.layout, reason)

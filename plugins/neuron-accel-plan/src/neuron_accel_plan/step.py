@@ -311,6 +311,23 @@ def extrapolate(
     )
 
 
+def at_blocks(count: StepCount, blocks: str, indices: Sequence[int]) -> StepCount:
+    """Returns the count of a rank whose blocks have these indices in the model.
+
+    Args:
+        count: of a model whose blocks of other ranks are fewer.
+        blocks: FQN of the list of blocks.
+        indices: those of the rank's blocks.
+    """
+    moved = dict(zip(count.blocks, indices, strict=True))
+
+    def peak_at(peak: Peak) -> Peak:
+        index = block_of(peak.moment, blocks)
+        return Peak(_moved(peak.moment, None if index is None else moved.get(index, index), blocks), peak.parts)
+
+    return replace(count, peaks=tuple(peak_at(peak) for peak in count.peaks), blocks=tuple(indices))
+
+
 def repeat(counts: Sequence[StepCount], numbers: Sequence[int], number: int, kept: Sequence[int]) -> StepCount:
     """Returns the count of a step of ``number`` micro-batches.
 
@@ -392,10 +409,10 @@ def block_of(moment: Moment, blocks: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _moved(moment: Moment, last: int | None, blocks: str) -> Moment:
-    """The moment in a deeper model, in which the last block has the number ``last``."""
+def _moved(moment: Moment, number: int | None, blocks: str) -> Moment:
+    """The moment in a deeper model, in which its block has the number ``number``."""
     index = block_of(moment, blocks)
-    if index is None or last is None:
+    if index is None or number is None:
         return moment
     rest = moment.module[len(f"{blocks}.{index}") :]
-    return replace(moment, module=f"{blocks}.{last}{rest}")
+    return replace(moment, module=f"{blocks}.{number}{rest}")
