@@ -91,7 +91,7 @@ examples:
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 """Those of PipelineParallelPlugin, whose module would import torch."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
-WITHIN = 60.0
+WITHIN = 50.0
 """Seconds after which a search ends, if nothing else is given."""
 RECOMPUTED = ("blocks", "attention", "core_attention")
 """What ActivationCheckpointingPlugin recomputes by name."""
