@@ -35,7 +35,7 @@ def make_model(width: int, layers: int) -> nn.Module:
 
 
 def make_transformer(name: str) -> nn.Module:
-    from neuron_accel_plan.layout import known_models
+    from neuron_accel_plan.models import known_models
     from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
     config = GPT2Config() if name == "gpt2" else AutoConfig.for_model(**known_models()[name])

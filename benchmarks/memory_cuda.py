@@ -79,7 +79,7 @@ class Measured:
 
 def models(small: bool) -> dict[str, Any]:
     """Configurations by name."""
-    from neuron_accel_plan.layout import known_models
+    from neuron_accel_plan.models import known_models
     from transformers import AutoConfig, GPT2Config
 
     found = {

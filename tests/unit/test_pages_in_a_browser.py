@@ -137,6 +137,29 @@ def test_runs_are_hidden_by_their_button_and_a_scale_can_be_logarithmic(driver, 
     assert drawn(driver)["Loss"] == [60, 50]
 
 
+def test_a_loss_can_be_smoothed_and_drawn_by_time_and_tokens(driver, reports):
+    """Other charts, which are drawn by steps, do not follow the pointer then."""
+    driver.get(reports["two"])
+    figure = driver.find_element("tag name", "figure")
+    lines = "return [...arguments[0].querySelectorAll('polyline')].map(line => line.getAttribute('points'))"
+    before = driver.execute_script(lines, figure)
+    figure.find_element("name", "smooth").click()
+    both = driver.execute_script(lines, figure)
+    assert both[1::2] == before
+    assert not set(both[::2]) & set(before)
+    figure.find_element("name", "smooth").click()
+    axis = "return [...arguments[0].querySelectorAll('text')].at(-1).textContent"
+    for by, said in (("time", r"step \d+, [0-9.]+ (s|min|h)"), ("tokens of a rank", r"step \d+, [0-9.]+ k? ?tokens")):
+        figure.find_element("xpath", f".//option[.='{by}']").click()
+        assert driver.execute_script(axis, figure) == by
+        assert driver.execute_script(lines, figure) != before
+        text = move(driver, "Loss", 0.5)
+        assert re.match(said, text.split("\n")[0]), text
+        seen = "return document.querySelectorAll('.cross[visibility=visible]').length"
+        assert driver.execute_script(seen) == 1
+    assert complaints(driver) == []
+
+
 @pytest.mark.parametrize("name", ["hostile", "plan"])
 def test_text_of_a_file_is_shown_and_not_run(name, driver, reports):
     driver.get(reports[name])

@@ -14,18 +14,35 @@ from neuron_accel.commands import Parser, main
 MODULES = {"calibrate": calibrate_command, "init": init_command, "plan": plan_command}
 
 
+PROBE = """
+import sys
+from neuron_accel.commands import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+heavy = {'torch', 'accelerate', 'transformers', 'torch_xla'} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(code)
+"""
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_help_imports_no_torch(name):
-    probe = (
-        "import sys\n"
-        "from neuron_accel.commands import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
-        "heavy = {'torch', 'accelerate', 'transformers', 'torch_xla'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", probe, name, "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROBE, name, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "examples:" in done.stdout
+
+
+@pytest.mark.parametrize("model", ["lama-3.1-8b", "someone/no-such-model"])
+def test_a_wrong_name_of_a_model_imports_no_torch(model):
+    """It is found at once, not after the seconds of an import."""
+    words = f"plan --model {model} --world-size 2 --global-batch 4 --sequence 64".split()
+    done = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert f"There is no model {model}." in done.stderr
+    assert "--model" in done.stderr
+    assert "llama-3.1-8b" in done.stderr
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -386,7 +386,8 @@ def test_what_is_not_possible_is_refused_with_the_nearest_choice(folder, options
 
 def test_popular_models_are_known_by_name():
     """Numbers of parameters are those that are published."""
-    from neuron_accel_plan.layout import _configuration, _with_depth, known_models, model_without_weights
+    from neuron_accel_plan.layout import _configuration, _with_depth, model_without_weights
+    from neuron_accel_plan.models import known_models
 
     published = {
         "llama-2-7b": 6_738_415_616,

@@ -97,7 +97,7 @@ def test_models_are_those_that_the_planner_knows_by_name():
     """Both lists have configurations of their own, and must not differ."""
     from transformers import AutoConfig
 
-    known = pytest.importorskip("neuron_accel_plan.layout", reason="neuron-accel-plan is not installed").known_models()
+    known = pytest.importorskip("neuron_accel_plan.models", reason="neuron-accel-plan is not installed").known_models()
     both = known.keys() & {path.stem for path in FOLDER.glob("models/*.json")}
     assert len(both) >= 5
     for name in both:

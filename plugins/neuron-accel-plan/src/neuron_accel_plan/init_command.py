@@ -202,7 +202,8 @@ def _longest(got: Mapping[str, Any]) -> int:
 
 def _model(args: argparse.Namespace, got: Mapping[str, Any]) -> tuple[Any, str | None, str | None]:
     """The configuration, the tokenizer, and the weights that the training begins with."""
-    from neuron_accel_plan.layout import _configuration, known_models
+    from neuron_accel_plan.layout import _configuration
+    from neuron_accel_plan.models import known_models
 
     name, folder = str(got["model"]), Path(got["model"])
     config = _configuration(name)

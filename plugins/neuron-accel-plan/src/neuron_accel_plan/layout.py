@@ -9,12 +9,10 @@ import itertools
 import json
 import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +23,7 @@ from neuron_accel.contract import AxisKind, LayoutSpace, model_without_weights
 from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
 from neuron_accel_plan.calibration import Machine, reserve_of
 from neuron_accel_plan.graphs import Finding, findings
+from neuron_accel_plan.models import find_model
 from neuron_accel_plan.shapes import Results
 from neuron_accel_plan.step import StepCount, at_blocks, count_step, depths_of, extrapolate, repeat
 from neuron_accel_plan.time import StepTime, predict_time
@@ -625,29 +624,15 @@ def accelerate_set_aside() -> Iterator[None]:
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
-KNOWN_MODELS = Path(__file__).parent / "known_models.json"
-"""Configurations of popular models by name, as published with their weights, without what does not change a count."""
-
-
-def known_models() -> dict[str, dict[str, Any]]:
-    """Returns the configurations that this package has, by name."""
-    found: dict[str, dict[str, Any]] = json.loads(KNOWN_MODELS.read_text(encoding="utf-8"))
-    return found
-
-
 def _configuration(model: Any) -> Any:
     """A copy of the transformers configuration that ``model`` is, or names."""
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(model, PretrainedConfig):
         return copy.deepcopy(model)
-    path = Path(model)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        known = known_models()
-        if str(model).lower() in known:
-            return AutoConfig.for_model(**known[str(model).lower()])
-        file = _cached(str(model), known)
+    file = find_model(model)
+    if isinstance(file, dict):
+        return AutoConfig.for_model(**file)
     try:
         kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
         if kind is None:
@@ -660,23 +645,6 @@ def _configuration(model: Any) -> Any:
             why=str(error).splitlines()[0],
             fix="pass the config.json that save_pretrained writes beside a model",
         ) from error
-
-
-def _cached(name: str, known: Iterable[str]) -> Path:
-    """The config.json of a model of Hugging Face's hub, where its cache has it."""
-    from huggingface_hub import try_to_load_from_cache
-
-    of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
-    found = try_to_load_from_cache(name, "config.json") if of_hub else None
-    if isinstance(found, str):
-        return Path(found)
-    fix = f"pass a folder with a config.json of transformers, that file, or one of {', '.join(known)}"
-    raise ConfigurationError(
-        f"There is no model {name}.",
-        where="model",
-        why="the configuration of a model is read from disk; nothing is downloaded, and no weights are needed",
-        fix=f"fetch 1 KB with `hf download {name} config.json`, or {fix}" if of_hub else fix,
-    )
 
 
 def _check_sequence(config: Any, sequence: int) -> None:

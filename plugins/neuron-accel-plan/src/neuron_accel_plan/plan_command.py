@@ -28,6 +28,7 @@ from neuron_accel.commands import (
     wrap_words,
 )
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
+from neuron_accel_plan.models import find_model
 from neuron_accel_plan.plan_text import (
     brief,
     describe,
@@ -343,6 +344,8 @@ def _check_model(args: argparse.Namespace) -> None:
             f"{', '.join(map(_option, given))} can be given with a script only.",
             fix="pass --world-size for the number of ranks",
         )
+    with naming_options(_OPTIONS):
+        find_model(args.model)  # before torch is imported, which takes seconds
     args.dtype = DTYPES[args.dtype or "bf16"]
 
 

@@ -55,7 +55,7 @@
   function ticks(low, high, count, whole = false, base = 10) {
     const raw = (high - low) / Math.max(count, 1) || 1;
     const power = base ** Math.floor(Math.log(raw) / Math.log(base));
-    const steps = base === 10 ? [1, 2, 5, 10] : [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
+    const steps = base === 10 ? [1, 2, 5, 10] : base === 60 ? [1, 2, 5, 10, 15, 20, 30, 60] : [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
     let size = power * steps.find(step => step * power >= raw * 0.999);
     if (whole) size = Math.max(1, size);
     const found = [];
@@ -71,20 +71,27 @@
     return { svg, width, tip: html(figure, "div", "tip") };
   }
 
-  function axes(svg, width, height, x, y, xRange, yTicks, unit) {
+  function along(value, by) {  // a place on the horizontal axis
+    if (by !== "time") return `${short(value, 3)}${by === "step" ? "" : " tokens"}`;
+    const [size, unit] = value >= 36000 ? [3600, "h"] : value >= 600 ? [60, "min"] : [1, "s"];
+    return `${short(value / size, 3)} ${unit}`;
+  }
+
+  function axes(svg, width, height, x, y, xRange, yTicks, unit, by = "step") {
     for (const tick of yTicks) {
       add(svg, "line", { x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick), class: "grid" });
       add(svg, "text", { x: LEFT - 8, y: y(tick) + 4, "text-anchor": "end" }, format(tick, unit, 3));
     }
-    for (const tick of ticks(xRange[0], xRange[1], (width - LEFT) / 90, true)) {
+    for (const tick of ticks(xRange[0], xRange[1], (width - LEFT) / 90, by === "step", by === "time" ? 60 : 10)) {
       if (tick < xRange[0]) continue;
-      add(svg, "text", { x: x(tick), y: height - BOTTOM + 16, "text-anchor": "middle" }, String(Math.round(tick)));
+      const text = by === "step" ? String(Math.round(tick)) : along(tick, by).replace(" tokens", "");
+      add(svg, "text", { x: x(tick), y: height - BOTTOM + 16, "text-anchor": "middle" }, text);
     }
-    add(svg, "text", { x: width - RIGHT, y: height - 4, "text-anchor": "end", class: "quiet" }, "step");
+    add(svg, "text", { x: width - RIGHT, y: height - 4, "text-anchor": "end", class: "quiet" }, by);
   }
 
   function scaleX(width, range) {
-    const span = Math.max(range[1] - range[0], 1);
+    const span = range[1] - range[0] || 1;
     return step => LEFT + (step - range[0]) / span * (width - LEFT - RIGHT);
   }
 
@@ -122,10 +129,12 @@
 
   // ---- lines of runs ----
   function lines(figure, chart) {
-    const shown = chart.series.filter(series => !hidden.has(series.run) && series.points.length);
+    const by = figure.querySelector("select")?.value ?? "step", is = name => figure.querySelector(`[name=${name}]`)?.checked;
+    const shown = chart.series.filter(series => !hidden.has(series.run) && series.points.length).map(series =>
+      by === "step" ? series : { ...series, points: series.points.map((p, n) => [series.at[by][n], p[1], p[2], p[3], p[0]]) });
     const height = 230, { svg, width, tip } = frame(figure, height, chart.title);
     if (!shown.length) { add(svg, "text", { x: LEFT, y: 40 }, "nothing to show"); return null; }
-    const log = figure.querySelector("input")?.checked && shown.every(series => series.points.every(p => p[2] > 0));
+    const log = is("log") && shown.every(series => series.points.every(p => p[2] > 0));
     const all = shown.flatMap(series => series.points);
     let low = all.reduce((found, p) => Math.min(found, p[2]), Infinity), cut = null;
     let high = all.reduce((found, p) => Math.max(found, p[3]), -Infinity);
@@ -141,7 +150,7 @@
     const range = [Math.min(...shown.map(s => s.points[0][0])), Math.max(...shown.map(s => s.points[s.points.length - 1][0]))];
     const x = scaleX(width, range);
     const marks = log ? decades(low, high) : ticks(low, high, 5, false, chart.unit === "B" ? 1024 : 10);
-    axes(svg, width, height, x, y, range, marks, chart.unit);
+    axes(svg, width, height, x, y, range, marks, chart.unit, by);
     for (const series of shown) {
       const colour = series.run % COLOURS, points = series.points;
       if (series.width > 1) {
@@ -149,8 +158,11 @@
         const down = points.map(p => `${x(p[0]).toFixed(1)},${y(p[2]).toFixed(1)}`).reverse();
         add(svg, "polygon", { points: [...up, ...down].join(" "), fill: `var(--c${colour})`, class: "band" });
       }
+      const line = values => points.map((p, n) => `${x(p[0]).toFixed(1)},${y(values[n]).toFixed(1)}`).join(" ");
+      if (is("smooth"))
+        add(svg, "polyline", { points: line(smoothed(points)), class: "line", stroke: `var(--c${colour})` });
       add(svg, "polyline", {
-        points: points.map(p => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" "), class: "line",
+        points: line(points.map(p => p[1])), class: is("smooth") ? "line raw" : "line",
         stroke: `var(--c${colour})`, "stroke-dasharray": DASHES[series.run % DASHES.length], "data-points": points.length,
       });
       if (points.length === 1)
@@ -160,19 +172,28 @@
       add(svg, "text", { x: width - RIGHT, y: TOP + 10, "text-anchor": "end", class: "quiet" }, `cut off; the highest is ${format(cut, chart.unit)}`);
     const cross = add(svg, "line", { y1: TOP, y2: bottom, class: "cross", visibility: "hidden" });
     return {
-      figure, tip, range, cross, toStep: left => range[0] + (left - LEFT) / (width - LEFT - RIGHT) * (range[1] - range[0]),
+      figure, tip, range, by, cross, toStep: left => range[0] + (left - LEFT) / (width - LEFT - RIGHT) * (range[1] - range[0]),
       x, points: shown[0].points,
       describe(step) {
         const first = shown[0].points[nearest(shown[0].points, step)];
-        return [stepOf(first[0], shown[0].width), shown.map(series => {
+        const head = stepOf(first[4] ?? first[0], shown[0].width);
+        return [by === "step" ? head : `${head}, ${along(first[0], by)}`, shown.map(series => {
           const point = series.points[nearest(series.points, step)];
           const band = point[2] < point[3] ? ` (${format(point[2], chart.unit)} to ${format(point[3], chart.unit)})` : "";
           const name = runs.length > 1 ? `${runs[series.run]}: ` : "";
-          const other = point[0] === first[0] ? "" : `, ${stepOf(point[0], series.width)}`;
+          const other = point[0] === first[0] ? "" : `, ${stepOf(point[4] ?? point[0], series.width)}`;
           return [series.run % COLOURS, `${name}${format(point[1], chart.unit)}${band}${other}`];
         })];
       },
     };
+  }
+
+  function smoothed(points) {  // a mean in which each point counts for a tenth less than the next one
+    let sum = 0, weight = 0;
+    return points.map(p => {
+      sum = 0.9 * sum + p[1]; weight = 0.9 * weight + 1;
+      return sum / weight;
+    });
   }
 
   function decades(low, high) {
@@ -215,7 +236,7 @@
       add(svg, "text", { x: width - RIGHT, y: TOP + 10, "text-anchor": "end", class: "quiet" }, `cut off; the highest is ${format(most, chart.unit)}`);
     const cross = add(svg, "line", { y1: TOP, y2: bottom, class: "cross", visibility: "hidden" });
     return {
-      figure, tip, range, cross, x, points, toStep: left => range[0] + (left - LEFT) / (width - LEFT - RIGHT) * (range[1] - range[0]),
+      figure, tip, range, by: "step", cross, x, points, toStep: left => range[0] + (left - LEFT) / (width - LEFT - RIGHT) * (range[1] - range[0]),
       describe(step) {
         const point = points[Math.max(0, points.findLastIndex(p => p[0] <= step))];
         const total = point.slice(1).reduce((sum, value) => sum + value, 0);
@@ -254,7 +275,7 @@
     add(svg, "text", { x: width - RIGHT, y: height - 4, "text-anchor": "end", class: "quiet" }, "step");
     const cross = add(svg, "line", { y1: TOP, y2: height - BOTTOM, class: "cross", visibility: "hidden" });
     return {
-      figure, tip, range, cross, x, points: columns.map(column => [column]),
+      figure, tip, range, by: "step", cross, x, points: columns.map(column => [column]),
       toStep: left => range[0] + (left - LEFT) / (width - LEFT - RIGHT) * (range[1] - range[0]),
       describe(step, top) {
         const column = Math.max(0, columns.findLastIndex(first => first <= step));
@@ -276,7 +297,7 @@
   function point(view, step, top) {
     for (const other of drawn) {
       if (!other) continue;
-      const inside = step !== null && step >= other.range[0] && step <= other.range[1];
+      const inside = step !== null && other.by === view.by && step >= other.range[0] && step <= other.range[1];
       other.cross.setAttribute("visibility", inside ? "visible" : "hidden");
       if (inside) { other.cross.setAttribute("x1", other.x(step)); other.cross.setAttribute("x2", other.x(step)); }
       if (other !== view || !inside) other.tip.style.display = "none";
@@ -320,7 +341,7 @@
   document.querySelectorAll("figure[data-chart]").forEach(figure => {
     const number = Number(figure.dataset.chart);
     listen(figure, number);
-    figure.querySelector("input")?.addEventListener("change", () => draw(figure, number));
+    figure.querySelectorAll("input, select").forEach(choice => choice.addEventListener("change", () => draw(figure, number)));
     let width = figure.clientWidth;
     if (width) draw(figure, number);  // an observer is called after the page is loaded
     new ResizeObserver(() => {

@@ -6,6 +6,8 @@ The page is one file that needs no network. Its charts are drawn from thinned va
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -31,7 +33,9 @@ svg .quiet { fill: var(--grey); } svg .late { font-weight: 700; }
 .legend button { font: inherit; color: inherit; background: none; border: 1px solid var(--line); border-radius: 6px;
   padding: 0.1em 0.7em; cursor: pointer; } .legend button[aria-pressed=false] { opacity: 0.45; }
 .key { vertical-align: middle; margin-right: 0.5em; display: inline-block; }
-.log { float: right; font-size: 13px; color: var(--grey); }
+.log { float: right; font-size: 13px; color: var(--grey); } .log label { margin-left: 0.8em; white-space: nowrap; }
+.log select { font: inherit; color: inherit; background: var(--paper); }
+.raw { opacity: 0.3; }
 .bars { display: grid; grid-template-columns: minmax(5em, max-content) 1fr; gap: 0.3em 0.8em; align-items: center; }
 .bars .name { max-width: 16em; } .bar { display: flex; height: 1.35em; align-items: center; min-width: 0; }
 .bar i { height: 100%; flex: none; min-width: 1px; }
@@ -71,10 +75,9 @@ class _Page:
         if note:
             self.parts.append(f'<p class="note">{escape(note[0].upper() + note[1:])}.</p>')
 
-    def chart(self, chart: dict[str, Any], *, logarithmic: bool = False) -> None:
-        box = '<label class="log"><input type="checkbox"> logarithmic</label>' if logarithmic else ""
-        label = escape(chart["title"])
-        figure = f'<figure data-chart="{len(self.charts)}" tabindex="0" aria-label="{label}">{box}</figure>'
+    def chart(self, chart: dict[str, Any], *, choices: str = "") -> None:
+        label, choices = escape(chart["title"]), f'<div class="log">{choices}</div>' if choices else ""
+        figure = f'<figure data-chart="{len(self.charts)}" tabindex="0" aria-label="{label}">{choices}</figure>'
         self.parts.append(figure)
         self.charts.append(chart)
 
@@ -128,10 +131,41 @@ def _lines(made: _Page, runs: Sequence[RunSummary], name: str) -> None:
     made.heading(title, note)
     if len(runs) > 1:
         made.parts.append(_run_legend(made.names))
+    choices = _box("log", "logarithmic") if name in _LOGARITHMIC else ""
+    if name == "loss":
+        choices += _box("smooth", "smoothed")
+        if against := _against(runs, series):
+            options = "".join(f"<option>{escape(option)}</option>" for option in ("step", *against))
+            choices += f"<label>by <select>{options}</select></label>"
     made.chart(
         {"kind": "lines", "title": title, "unit": unit, "zero": zero, "cut": name == "seconds", "series": series},
-        logarithmic=name in _LOGARITHMIC,
+        choices=choices,
     )
+
+
+_AGAINST = {"time": "seconds", "tokens of a rank": "step_tokens"}
+"""What losses are drawn by besides steps, with the series that adds up to it."""
+
+
+def _box(name: str, text: str) -> str:
+    return f'<label><input type="checkbox" name="{name}"> {text}</label> '
+
+
+def _against(runs: Sequence[RunSummary], series: Sequence[dict[str, Any]]) -> list[str]:
+    """Adds to series where their points are by time and tokens, as ``at``; returns by which of the two all have."""
+    against = [what for what, name in _AGAINST.items() if all(name in runs[each["run"]].series for each in series)]
+    for each in series:
+        found = {what: runs[each["run"]].series[_AGAINST[what]] for what in against}
+        each["at"] = {what: _sums(of, [point[0] for point in each["points"]]) for what, of in found.items()}
+    return against
+
+
+def _sums(series: Series, steps: Sequence[float]) -> list[float]:
+    """The sums of a series up to some steps, each that of all steps of its point."""
+    totals = series.totals(series.width)
+    firsts = sorted(totals)
+    sums = [*itertools.accumulate((totals[first] for first in firsts), initial=0.0)]
+    return [_round(sums[bisect.bisect_right(firsts, step)]) for step in steps]
 
 
 def _run_legend(names: Sequence[str]) -> str:

@@ -128,9 +128,9 @@ class RunSummary:
         headers: first lines, by rank.
         notes: remarks on the files for the reader, such as missing ranks.
         steps: number of optimizer steps.
-        series: thinned values by name: ``loss``, ``grad_norm``, ``lr``, ``seconds`` of a step, ``tokens`` and
-            ``samples`` of a rank in a second, ``mfu``, and ``device_peak`` and ``host`` memory of the rank with the
-            most.
+        series: thinned values by name: ``loss``, ``grad_norm``, ``lr``, ``seconds`` and ``step_tokens`` of a step,
+            ``tokens`` and ``samples`` of a rank in a second, ``mfu``, and ``device_peak`` and ``host`` memory of the
+            rank with the most.
         parts: thinned seconds of each part, mean of the ranks.
         part_seconds: seconds of each part over the run, mean of the ranks.
         step_times: of each rank, how much longer than the median rank it was busy, thinned.
@@ -375,6 +375,7 @@ def _add(found: RunSummary, number: int, steps: Mapping[int, Step]) -> None:
     add("lr", [step.lr[0] for step in every if step.lr], _mean)
     add("seconds", [step.seconds for step in every], _mean)
     add("tokens", [_rate(step.tokens, step) for step in every], _mean)
+    add("step_tokens", [step.tokens for step in every], _mean)
     add("samples", [_rate(step.samples, step) for step in every], _mean)
     add("mfu", [step.mfu for step in every], _mean)
     add("device_peak", [step.memory.device_peak for step in every], max)
