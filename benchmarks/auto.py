@@ -38,6 +38,7 @@ def search(small: bool, calibration: Path) -> dict[str, Any]:
                 "attention": "eager",
                 "calibration": str(calibration),
                 "reserve": None,
+                "within": None,
                 "jobs": plan.RANKS,
             }
         )
