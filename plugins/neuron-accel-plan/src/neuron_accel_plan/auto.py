@@ -286,5 +286,7 @@ def _reasons(found: Mapping[str, Any], question: Mapping[str, Any]) -> str:
         other = found["others"][0]
         text += f"; the next is {other['layout']} with {format_seconds(other['seconds'])}"
     if found["left"]:
-        text += f"; {found['left']} were left when the search ended, at most {found['at_most_faster']:.0%} faster"
+        more = found["at_most_faster"]
+        text += f"; {found['left']} were left when the search ended, "
+        text += "of unknown time" if more is None else f"at most {more:.1%} faster"
     return text

@@ -31,7 +31,7 @@ the name of a popular one (as of `neuron-accel plan`), one of Hugging Face's hub
 folder. A folder with weights is trained further, other models begin with random weights. The data is a file or a folder
 of .txt files, or .jsonl files with "text" in each line.
 
-The search takes seconds for a small model, and for a large one a minute (--within). On the CPU (--instance cpu)
+The search takes seconds for a small model, and for a large one about a minute (--within). On the CPU (--instance cpu)
 time is predicted with assumed constants.
 """
 EXAMPLES = """\

@@ -284,7 +284,7 @@ class Planner:
             quick: whether to run one step instead of two (see ``warm_up`` of
                 :func:`~neuron_accel_plan.step.count_step`), and of a pipeline's stages between the first and the
                 last only those with more blocks than both, or more micro-batches whose activations are kept.
-            only_if_fits: whether to count a step of few micro-batches only if that does not fit a core already.
+            only_if_fits: whether to return the count of few micro-batches if these alone do not fit a core.
 
         Raises:
             PlanError, LayoutError, UnsupportedModelError: if the layout is not possible.
@@ -424,15 +424,13 @@ class Planner:
         position = 0 if stages is None else plan.mesh.coordinates(rank)[stages.axis]
         of_ranks = [(self.layers,)] if stages is None else stages.blocks
         own = of_ranks[position]
-        # The blocks of this rank in the model.
-        starts = itertools.accumulate((sizes[n] for n in range(len(own)) for sizes in of_ranks), initial=0)
-        begins = list(starts)[position :: len(of_ranks)]
-        blocks = [begin + n for begin, size in zip(begins, own, strict=False) for n in range(size)]
+        in_order = [each[n] for n in range(len(own)) for each in of_ranks]  # by stage
+        starts = [*itertools.accumulate(in_order, initial=0)][position : -1 : len(of_ranks)]
+        blocks = [start + n for start, number in zip(starts, own, strict=True) for n in range(number)]
 
-        def sizes(blocks: Sequence[int]) -> list[Sequence[int]]:
-            """Blocks of the stages of each rank: those of this rank, and one in those of others, which it does not
-            run."""
-            return [blocks if index == position else [1] * len(own) for index in range(len(of_ranks))]
+        def sizes(of_stages: Sequence[int]) -> list[Sequence[int]]:
+            """Number of blocks in each stage of each rank: in those of other ranks, which it does not run, one."""
+            return [of_stages if index == position else [1] * len(own) for index in range(len(of_ranks))]
 
         def run(
             of_stages: Sequence[int], plugins: tuple[StrategyPlugin, ...], accumulation: int, rows: int
@@ -444,9 +442,8 @@ class Planner:
             return self._run(_Run(plugins, rank, accumulation, rows, depth=depth, warm_up=warm_up))
 
         def of_depth(plugins: tuple[StrategyPlugin, ...], accumulation: int, rows: int) -> StepCount:
-            if sum(own) <= sum(depths) * len(own) and (
-                stages is None or self._period == 1
-            ):  # less work than two depths
+            # Where stages have few blocks, all of them are no more work than two depths.
+            if sum(own) <= sum(depths) * len(own) and (stages is None or self._period == 1):
                 return at_blocks(run(own, plugins, accumulation, rows), name, blocks)
             shallow = [run([depth] * len(own), plugins, accumulation, rows) for depth in depths]
             return extrapolate(shallow, sum(own) / len(own), name, blocks[-1], depths)

@@ -74,8 +74,8 @@ measured.
 
 With --instances, all layouts that the installed plugins support are searched for those with the shortest predicted
 time: what does not fit is ruled out, and what is slower by a bound is not counted. That takes all cores (--jobs), and
-of large models many minutes. After a minute (--within) the search ends with what it has found, and says by how much a
-layout that is left may be faster at most. Progress is shown on a terminal.
+of large models many minutes. After 50 seconds (--within) the search ends with what it has found, and says by how much
+a layout that is left may be faster at most. Progress is shown on a terminal.
 
 The exit code is 1 if an instance is named and the layout, or none, fits its cores and leaves the reserve.
 """

@@ -211,20 +211,22 @@ def describe_search(found: Search, *, why: bool = False, published: Interval | N
         lines += [
             f"  {each.layout}: {_duration(each.seconds)}{' or more' * (not each.counted)}" for each in found.slower
         ]
-        lines += ["", "left", *(f"  {each.layout}: {_duration(each.seconds)} or more" for each in found.left)]
+        if found.left:
+            lines += ["", "left", *(f"  {each.layout}: {_duration(each.seconds)} or more" for each in found.left)]
         lines += ["", "ruled out", *(f"  {ruled.layout}: {ruled.reason}" for ruled in found.ruled_out)]
     return "\n".join(lines)
 
 
 def _left(found: Search) -> str:
     """A sentence on the layouts that a search with a limit of time did not come to."""
-    least, more = found.left[0].seconds, found.at_most_faster
-    text = f"{len(found.left)} layouts are left, since the time of the search was over (--within)"
-    if not least:
+    number, more = len(found.left), found.at_most_faster
+    text = f"{number} {'layouts are' if number > 1 else 'layout is'} left, since the time of the search was over "
+    text += "(--within)"
+    if more is None:
         return f"{text}: nothing is known of their time"
     if not more:
-        return f"{text}: none of them is faster than the first"
-    return f"{text}: none takes less than {_duration(least)} a step, at most {more:.0%} faster than the first"
+        return f"{text}, and not faster than the first"
+    return f"{text}, at most {more:.1%} faster than the first: {_duration(found.left[0].seconds)} a step"
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:

@@ -105,13 +105,13 @@ class Search:
     price_per_hour: float | None = None
 
     @property
-    def at_most_faster(self) -> float:
+    def at_most_faster(self) -> float | None:
         """By which fraction of its tokens per second a layout that is left may be faster than the first; 0 if none may,
-        infinity if nothing is known of one."""
+        None if nothing is known of one."""
         if not self.left or not self.best:
             return 0.0
         least = self.left[0].seconds
-        return max(0.0, self.best[0].time.seconds / least - 1) if least else math.inf
+        return max(0.0, self.best[0].time.seconds / least - 1) if least else None
 
     def price(self, seconds: float) -> float | None:
         """Price of a million tokens, if a step takes that long."""
