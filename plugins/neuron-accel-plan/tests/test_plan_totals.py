@@ -106,8 +106,8 @@ def test_how_many_instances_are_needed(limits, tried, chosen, monkeypatch, capsy
             return {"instances": self.instances}
 
     monkeypatch.setattr(plan_command, "_searched", lambda args, instances, best: Found(instances))
-    words = ["plan", "--model", "llama-3.1-8b", "--global-batch", "64", "--sequence", "64", "--instance", "trn1.32xlarge"]
-    code = main([*words, "--tokens", "3.6M", *limits, "--json"])
+    words = "plan --model llama-3.1-8b --global-batch 64 --sequence 64 --instance trn1.32xlarge --tokens 3.6M --json"
+    code = main([*words.split(), *limits])
     found = json.loads(capsys.readouterr().out)
     assert [each["instances"] for each in found["tried"]] == tried
     assert (found["chosen"] or {}).get("instances") == chosen
