@@ -106,12 +106,12 @@ def test_how_many_instances_are_needed(limits, tried, chosen, monkeypatch, capsy
             return {"instances": self.instances}
 
     monkeypatch.setattr(plan_command, "_searched", lambda args, instances, best: Found(instances))
-    words = "plan --model llama-3.1-8b --global-batch 64 --sequence 64 --instance trn1.32xlarge --tokens 3.6M --json"
-    code = main([*words.split(), *limits])
+    words = "plan --model llama-3.1-8b --global-batch 64 --sequence 64 --instance trn1.32xlarge --tokens 3.6M"
+    code = main([*words.split(), *limits, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [each["instances"] for each in found["tried"]] == tried
     assert (found["chosen"] or {}).get("instances") == chosen
     assert code == (0 if chosen else 1)
-    main([*words, "--tokens", "3.6M", *limits])
+    main([*words.split(), *limits])
     last = capsys.readouterr().out
     assert (f"{chosen} x trn1.32xlarge with zero1: 3.6 M tokens in" if chosen else "no number of instances") in last
