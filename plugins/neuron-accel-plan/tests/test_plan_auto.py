@@ -170,6 +170,29 @@ def test_another_training_than_that_of_the_checkpoint_is_another_question(monkey
     assert len(searched) == 4
 
 
+@pytest.mark.parametrize(
+    ("left", "more", "said"),
+    [
+        (0, 0.0, None),
+        (7, 0.25, "of 8 layouts of M that may fit"),
+        (7, 0.25, "7 were left when the search ended, at most 25.0% faster"),
+        (7, None, "7 were left when the search ended, of unknown time"),
+    ],
+)
+def test_the_reasons_say_what_was_left(monkeypatch, left, more, said):
+    answer = {"configuration": {"plugins": ["zero1"]}, "layout": "zero1", "rows": 4, "parameters": 5, "model": "M"}
+    answer |= {"mesh": "dp 2", "seconds": [1.0, 0.5, 2.0], "memory": 1, "parts": {}, "others": [], "slower": 0}
+    answer |= {"ruled_out": 0, "left": left, "at_most_faster": more}
+    asked = []
+    monkeypatch.setattr(auto, "_search", lambda question: asked.append(question) or answer)
+    training = {"model": configuration(), "global_batch": 8, "sequence": 16}
+    found = auto.choose({**training, "within": 0}, world_size=2, device="cpu", hardware=None)
+    auto.choose(training, world_size=2, device="cpu", hardware=None)
+    assert [question["within"] for question in asked] == [None, 50.0]
+    reasons = found["plugins"][-1]["auto_layout"]["reasons"]
+    assert (said is None and "left" not in reasons) or said in reasons
+
+
 @pytest.mark.parametrize("first", ["model", "loader"])
 def test_another_model_or_batch_than_planned_is_warned_of(first, recwarn):
     planned = {"question": {"global_batch": 8}, "answer": {"parameters": 5, "configuration": {}}}

@@ -55,6 +55,30 @@ def test_a_search_with_a_limit_of_time_says_what_is_left(folder, capsys, monkeyp
     assert command(folder, "--within", "-1") == 2
 
 
+@pytest.mark.parametrize(
+    ("least", "said"),
+    [
+        ((1.6, 3.0), "2 layouts are left, since the time of the search was over (--within), at most 25.0% faster"),
+        ((2.0,), "1 layout is left, since the time of the search was over (--within), and not faster than the first"),
+        ((0.0, 1.0), "2 layouts are left, since the time of the search was over (--within): nothing is known of their"),
+        ((), "the 1 fastest that fit; 0 are slower"),
+    ],
+)
+def test_what_is_left_is_said_in_a_sentence(folder, least, said):
+    from neuron_accel_plan.layout import Planner
+    from neuron_accel_plan.plan_text import describe_search
+    from neuron_accel_plan.search import Layout, Left, Ranked, Search
+
+    layout = Layout(plugins=(), accumulation=1)
+    count = Planner(folder, world_size=2, global_batch=2, sequence=64, instance="trn1.2xlarge").count([], quick=True)
+    first = Ranked(layout=layout, count=count, time=replace(count.predict(), seconds=2.0))
+    left = tuple(Left(layout=layout, seconds=seconds) for seconds in least)
+    names = {"model": "Llama", "parameters": 1, "instance": "trn1.2xlarge", "instances": 1, "tokens": 128}
+    text = describe_search(Search(**names, best=(first,), ruled_out=(), left=left), why=True)
+    assert said in " ".join(text.split())
+    assert ("\nleft\n" in text) == bool(least)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_search_ranks_what_fits_and_writes_a_configuration_that_loads(folder, tmp_path, capsys, monkeypatch):
@@ -267,8 +291,8 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(bounds, folder, e
         Estimate(layouts[each], 1, 0.0, seconds) for each, seconds in zip(taken, (1.0, 1.2, 1.3, 2.0), strict=True)
     ]
     queue = search._Queue(bounds, estimates, 1)
-    limit = search.Limit() if end == "all known" else search.Limit(seconds=1e-9)
-    searcher._best_first(queue, limit, lambda done, more: None)
+    deadline = search.Deadline() if end == "all known" else search.Deadline(seconds=1e-9)
+    searcher._best_first(queue, deadline, lambda done, more: None)
     if end == "in time":
         assert asked == ["1"]
         assert [ranked.layout for ranked in queue.found] == [layouts["1"]]
@@ -370,7 +394,7 @@ def test_of_equal_times_the_fewest_micro_batches_are_first(bounds, folder):
         Estimate(layout, layout.accumulation, 0.0, bound) for layout, bound in zip(layouts, least, strict=True)
     ]
     queue = search._Queue(bounds, estimates, 3)
-    searcher._best_first(queue, search.Limit(), lambda done, more: None)
+    searcher._best_first(queue, search.Deadline(), lambda done, more: None)
     assert [ranked.layout.accumulation for ranked in queue.found] == [1, 2, 4]
 
 

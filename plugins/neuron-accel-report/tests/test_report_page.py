@@ -85,6 +85,11 @@ def test_two_runs_are_laid_over_each_other(tmp_path):
     text = page(runs)
     for title in ("Loss", "Throughput", "Time of a step"):
         assert [(each["run"], len(each["points"])) for each in chart(text, title)["series"]] == [(0, 60), (1, 60)]
+    for run, series in zip(runs, chart(text, "Loss")["series"], strict=True):  # what it is drawn by besides steps
+        seconds, tokens = series["at"]["time"], series["at"]["tokens of a rank"]
+        assert seconds == sorted(seconds)
+        assert seconds[-1] == pytest.approx(sum(run.series["seconds"].totals(1).values()), rel=1e-3)
+        assert tokens == [pytest.approx(8 * 512 * number, rel=1e-3) for number in range(1, 61)]
     assert text.count("<button") == 2 * text.count('<ul class="legend"><li><button')
     again = several([folders[0], folders[0]])
     assert len({run.name for run in again}) == 2

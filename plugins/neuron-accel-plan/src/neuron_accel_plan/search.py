@@ -240,7 +240,7 @@ def search(
     }
     planner = Planner(**arguments)
     with no_collection_of_what_is_there(), closing(DryRuns(planner, arguments, calibration, jobs)) as dry_runs:
-        queue = _Searcher(planner, kind, dry_runs, calibration, progress).run(best, Limit(within, started))
+        queue = _Searcher(planner, kind, dry_runs, calibration, progress).run(best, Deadline(within, started))
     return Search(
         model=type(planner.model).__name__,
         parameters=planner.parameters,
@@ -262,7 +262,7 @@ def rank(ranked: Ranked) -> tuple[float, int, int]:
 
 
 @dataclass(frozen=True)
-class Limit:
+class Deadline:
     """When a search ends.
 
     Args:
@@ -298,8 +298,8 @@ class _Searcher:
         """Yields the layouts that may be tried."""
         return layouts_of(self._planner.space(()))
 
-    def run(self, best: int, limit: Limit = Limit()) -> _Queue:
-        """Returns the fastest layouts that fit, those that are slower, and those that are not possible."""
+    def run(self, best: int, deadline: Deadline = Deadline()) -> _Queue:
+        """Returns what is known when the search ends: the fastest layouts that fit, and all others."""
         bounds, ruled_out = self._bounds, list[RuledOut]()
         first: dict[str, Sample] = {}
         possible: dict[str, list[tuple[int, Layout]]] = {}  # by their first sample, with their place among all
@@ -328,10 +328,12 @@ class _Searcher:
             self._progress(done, len(first) + best)
         queue = _Queue(self._bounds, [estimates[number] for number in sorted(estimates)], best)
         queue.ruled_out += ruled_out
-        self._best_first(queue, limit, lambda done, more: self._progress(len(first) + done, len(first) + done + more))
+        self._best_first(
+            queue, deadline, lambda done, more: self._progress(len(first) + done, len(first) + done + more)
+        )
         return queue
 
-    def _best_first(self, queue: _Queue, limit: Limit, progress: Callable[[int, int], None]) -> None:
+    def _best_first(self, queue: _Queue, deadline: Deadline, progress: Callable[[int, int], None]) -> None:
         """Runs what has the least bound until enough layouts are counted whose predicted time is below all bounds, or
         equal to some and ranked before these (:func:`rank`); or until the time is over and one is counted that fits."""
         done = 0
@@ -340,9 +342,9 @@ class _Searcher:
             progress(done, queue.best - len(queue.found))
             if len(queue.found) == queue.best:
                 break  # what still runs is slower
-            if limit.is_over(0.5):
+            if deadline.is_over(0.5):
                 queue.hurry()
-            if limit.is_over() and queue.end():
+            if deadline.is_over() and queue.end():
                 break
         progress(done, 0)
 
@@ -430,7 +432,8 @@ class _Queue:
         counted = [each for *_, each in self._heap if isinstance(each, Ranked)]
         self._ended = True
         self.found += sorted(counted, key=rank)[: self.best - len(self.found)]
-        self._heap = [item for item in self._heap if item[-1] not in self.found]
+        found = {id(each) for each in self.found}
+        self._heap = [item for item in self._heap if id(item[-1]) not in found]
         return True
 
     def left(self) -> list[Left]:
