@@ -542,9 +542,11 @@ class Bounds:
         held = weights / (sharding if "weights" in parts and not is_stage else 1)  # stages gather theirs once
         held += _STATE_BYTES * elements / sharding if "optimizer state" in parts else 2 * weights
         more = 1 + (times - 1) * self._room.get(_kind(sample.family), 1.0)
-        most = 0.0
+        most, blocks_name = 0.0, self._planner.blocks or ""
+        in_forward = (peak for peak in count.peaks if peak.moment.phase == "forward")
+        saved = [p.parts[ACTIVATIONS] for p in in_forward if block_of(p.moment, blocks_name) is not None]
         for peak in count.peaks:
-            if in_blocks and block_of(peak.moment, self._planner.blocks or "") is None:
+            if in_blocks and block_of(peak.moment, blocks_name) is None:
                 continue
             gradients = by_weights * peak.parts[GRADIENTS]
             if peak.moment.phase in PASSES:
@@ -552,7 +554,10 @@ class Bounds:
                     gradients = max(gradients, weights)
                 if micro_batches == 1 or is_stage:  # else they are reduced after the last one
                     gradients /= replicas if "gradients" in parts else 1
-                gradients += more * (kept * peak.parts[ACTIVATIONS] + peak.parts[TEMPORARY])
+                each = other = peak.parts[ACTIVATIONS]
+                if ends == (False, True):  # the others are half finished, without what was recomputed and the logits
+                    other = min(each, max(saved, default=0))
+                gradients += more * (each + (kept - 1) * other + peak.parts[TEMPORARY])
             else:
                 gradients /= sharding if parts & {"gradients", "optimizer state"} else 1
             most = max(most, gradients)
