@@ -22,6 +22,7 @@ from neuron_accel_plan.memory import (
     MASTERS,
     PARTS,
     STATE,
+    TEMPORARY,
     WEIGHTS,
     Moment,
     Peak,
@@ -242,12 +243,12 @@ block, before and after the blocks is followed separately in each phase: between
 evenly, so that the peak is at one of the two."""
 
 
-def depths_of(period: int, depth: int, gathered: bool = False) -> tuple[int, int]:
+def depths_of(period: int, depth: int, gathered: bool = False, least: int = DEPTHS[0]) -> tuple[int, int]:
     """Returns the numbers of blocks that are run of a model with ``depth`` blocks whose kinds take turns, such as
-    attention in a window and to all tokens: at least one of each, ending as the model does, and one more of each.
-    Memory is followed at the last of each kind. Where weights are gathered for use (``gathered``), none of these is the
-    first block: there are none before that whose weights are gathered beside its own."""
-    few = max(DEPTHS[0], period + gathered)
+    attention in a window and to all tokens: at least one of each and ``least`` in all, ending as the model does, and
+    one more of each. Memory is followed at the last of each kind. Where weights are gathered for use (``gathered``),
+    none of these is the first block: there are none before that whose weights are gathered beside its own."""
+    few = max(least, period + gathered)
     few += (depth - few) % period
     return few, few + period
 
@@ -284,6 +285,8 @@ def extrapolate(
             parts[ACTIVATIONS] = max(
                 least[ACTIVATIONS], at(second.parts[ACTIVATIONS] - grown + kept, second.parts[ACTIVATIONS])
             )
+        if few.blocks == (0,):  # which is the first block, too: its input is not temporary
+            parts[TEMPORARY] = second.parts[TEMPORARY]
         peaks.append(Peak(_moved(second.moment, None if place[3] is None else last - place[3], blocks), parts))
     flows = [{_kind(flow): flow for flow in count.flows} for count in counts]
     return StepCount(
