@@ -175,6 +175,7 @@ class _Facts:
 
     Args:
         plugins: the plugins.
+        name: what they are called, with all of their options.
         family: those that change what a block computes.
         base: the sample from which the time has its first bound.
         parts: what is sharded over replicas.
@@ -184,6 +185,7 @@ class _Facts:
     """
 
     plugins: tuple[StrategyPlugin, ...]
+    name: str
     family: tuple[StrategyPlugin, ...]
     base: Sample
     parts: frozenset[str]
@@ -208,6 +210,7 @@ class Bounds:
         self._samples: dict[str, Sequence[StepCount] | str] = {}
         self._times: dict[str, _Times] = {}
         self._sizes: dict[tuple[str, int], StepCount] = {}
+        self._inside: dict[tuple[str, int], tuple[Sequence[bool], int]] = {}  # see `_in_blocks`
         self._stages: dict[str, Stages | str | None] = {}  # by a plugin
         self._staged: dict[int, Stages | str | None] = {}  # by the identity of the plugins
         self._less: dict[int, tuple[tuple[StrategyPlugin, ...], ...]] = {}  # by the identity of a family
@@ -216,7 +219,7 @@ class Bounds:
         self._growth: dict[tuple[type, ...], float] = {}  # see `_Times.of_more`; by the plugins of a family
         self._room: dict[tuple[type, ...], float] = {}  # the same of the memory that passes take
         self._recomputed: dict[str, float] = {}  # by what recomputes: by how much the passes of a block grow
-        self._at_least: dict[str, float] = {}  # seconds of layouts that are not ruled out
+        self._at_least: dict[tuple[str, int], float] = {}  # seconds of layouts that are not ruled out
         self._counted: dict[str, list[float]] = {}  # counted memory by the estimate of it; see `_alike`
         self._too_large: dict[str, list[tuple[Layout, Failed]]] = {}  # by the plugins that shard nothing over replicas
         self._families: dict[str, tuple[StrategyPlugin, ...]] = {}
@@ -269,7 +272,7 @@ class Bounds:
 
     def learn_layout(self, layout: Layout, seconds: float) -> None:
         """Keeps what the time of a layout is not below, or what it is predicted to be."""
-        self._at_least[repr(layout)] = seconds
+        self._at_least[self._name(layout)] = seconds
 
     def learn_memory(self, estimate: Estimate, memory: int) -> None:
         """Keeps how many bytes a layout was counted to need; 0 if it cannot run."""
@@ -291,7 +294,7 @@ class Bounds:
 
     def learn_impossible(self, layout: Layout, why: Failed | None = None) -> None:
         """Keeps that a layout is ruled out; ``why``, if it was counted."""
-        self._at_least.pop(repr(layout), None)
+        self._at_least.pop(self._name(layout), None)
         if why is not None and why.memory:
             self._too_large.setdefault(self._without_sharding(layout), []).append((layout, why))
 
@@ -309,7 +312,7 @@ class Bounds:
                     reason = f"it needs no less memory than {other}: {why.reason}"
         seconds = 0.0
         for left in _less(layout.plugins):
-            seconds = max(seconds, self._at_least.get(repr(dataclasses.replace(layout, plugins=left)), 0.0))
+            seconds = max(seconds, self._at_least.get((repr(left), layout.accumulation), 0.0))
         return reason, seconds * (1 + 1e-8)  # what recomputes more is slower, if only by rounding
 
     def common(self, layout: Layout) -> str:
@@ -343,6 +346,9 @@ class Bounds:
         averaging = facts.replicas * math.prod(axis.degree for axis in facts.axes if axis.kind is AxisKind.SEQUENCE)
         return facts.parts > others.parts and averaging >= _STATE_BYTES / 3
 
+    def _name(self, layout: Layout) -> tuple[str, int]:
+        return self._facts_of(layout).name, layout.accumulation
+
     def first_sample(self, layout: Layout) -> Sample:
         """Returns the sample from which the time of a layout has its first bound: that of the family that does not
         recompute, which stands for those that do."""
@@ -354,6 +360,7 @@ class Bounds:
             space, family = self._planner.space(plugins), self._one(family_of(plugins))
             self._facts[id(plugins)] = _Facts(
                 plugins=plugins,
+                name=repr(plugins),
                 family=family,
                 base=Sample(self._one(_without_recomputing(family)), 1),
                 parts=frozenset(part for plugin in plugins for part in plugin.sharded_over_replicas()),
@@ -418,7 +425,7 @@ class Bounds:
         memory = self._memory(layout, sample, stages, times, number)
         seconds = max(self._least_seconds(layout, sample, stages, times, number), by_less)
         if sample == own:
-            twice = dataclasses.replace(own, micro_batches=2)
+            twice = Sample(family, size, 2)
             following = None if number == 1 or self.knows(twice) else twice
         else:
             following = own
@@ -542,11 +549,9 @@ class Bounds:
         held = weights / (sharding if "weights" in parts and not is_stage else 1)  # stages gather theirs once
         held += _STATE_BYTES * elements / sharding if "optimizer state" in parts else 2 * weights
         more = 1 + (times - 1) * self._room.get(_kind(sample.family), 1.0)
-        most, blocks_name = 0.0, self._planner.blocks or ""
-        in_forward = (peak for peak in count.peaks if peak.moment.phase == "forward")
-        saved = [p.parts[ACTIVATIONS] for p in in_forward if block_of(p.moment, blocks_name) is not None]
-        for peak in count.peaks:
-            if in_blocks and block_of(peak.moment, blocks_name) is None:
+        most, (in_block, saved) = 0.0, self._in_blocks(sample, blocks)
+        for peak, is_in_block in zip(count.peaks, in_block, strict=True):
+            if in_blocks and not is_in_block:
                 continue
             gradients = by_weights * peak.parts[GRADIENTS]
             if peak.moment.phase in PASSES:
@@ -556,7 +561,7 @@ class Bounds:
                     gradients /= replicas if "gradients" in parts else 1
                 each = other = peak.parts[ACTIVATIONS]
                 if ends == (False, True):  # the others are half finished, without what was recomputed and the logits
-                    other = min(each, max(saved, default=0))
+                    other = min(each, saved)
                 gradients += more * (each + (kept - 1) * other + peak.parts[TEMPORARY])
             else:
                 gradients /= sharding if parts & {"gradients", "optimizer state"} else 1
@@ -571,6 +576,16 @@ class Bounds:
             name, depths = self._planner.blocks or "", self._planner.depths
             self._sizes[key] = extrapolate(shallow, blocks, name, blocks - 1, depths)
         return self._sizes[key]
+
+    def _in_blocks(self, sample: Sample, blocks: int) -> tuple[Sequence[bool], int]:
+        """Which peaks of a rank with so many blocks are in blocks, and the most that is saved there in forward."""
+        key = self._key(sample), blocks
+        if key not in self._inside:
+            peaks, name = self._sized(sample, blocks).peaks, self._planner.blocks or ""
+            inside = [block_of(peak.moment, name) is not None for peak in peaks]
+            forward = (p for p, is_inside in zip(peaks, inside, strict=True) if is_inside and p.moment.phase == "forward")
+            self._inside[key] = inside, max((peak.parts[ACTIVATIONS] for peak in forward), default=0)
+        return self._inside[key]
 
     def _sharding(self, layout: Layout, weights: float) -> float:
         """Over how many ranks the state of a rank's weights is sharded: all that average their gradients. Weights that
@@ -614,7 +629,7 @@ class Bounds:
         if times != 1:
             passes, products = found.of_more(times, self._growth.get(_kind(sample.family), 0.0))
         if like is not None:
-            less, one = self._times_of(like), self._times_of(dataclasses.replace(like, rows=1))
+            less, one = self._times_of(like), self._times_of(Sample(like.family, 1))
             recomputed = max(0.0, products.block - less.products.block)
             if sample.rows == 1:
                 share = _ROUGHLY * (found.passes.over(one.passes) - 1)
@@ -622,7 +637,7 @@ class Bounds:
             passes = _Line(passes.base, less.passes.block + recomputed)
         base = passes.base if head else products.base
         passes = _Line(base, passes.block * (1 + more))
-        facts, twice = self._facts_of(layout), dataclasses.replace(sample, micro_batches=2)
+        facts, twice = self._facts_of(layout), Sample(sample.family, sample.rows, 2)
         following = None  # what a further micro-batch takes
         if times == 1 and like is None and sample.family == facts.family and self._ran(twice):
             following = self._times_of(twice).passes.without(found.passes)
