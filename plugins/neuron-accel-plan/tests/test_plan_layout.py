@@ -278,6 +278,43 @@ def of_turns(kind):
     )
 
 
+@pytest.mark.parametrize(
+    ("names", "micro_batches"), [([], 2), (["tp2", "core"], 1), (["chunked"], 1), (["tp2", "sp", "ac", "flash"], 1)]
+)
+def test_one_and_two_blocks_tell_what_two_and_three_do(names, micro_batches):
+    """Samples of a search run no more, if all blocks are alike."""
+    from neuron_accel_plan.layout import Planner
+    from neuron_accel_plan.step import extrapolate
+    from transformers import LlamaConfig
+
+    from neuron_accel import (
+        ActivationCheckpointingPlugin,
+        ChunkedLossPlugin,
+        FlashAttentionPlugin,
+        SequenceParallelPlugin,
+        TensorParallelPlugin,
+    )
+
+    offered = {
+        "tp2": TensorParallelPlugin(tensor_parallel_size=2),
+        "sp": SequenceParallelPlugin(),
+        "ac": ActivationCheckpointingPlugin(),
+        "core": ActivationCheckpointingPlugin(modules="core_attention"),
+        "chunked": ChunkedLossPlugin(),
+        "flash": FlashAttentionPlugin(),
+    }
+    llama = LlamaConfig(num_hidden_layers=12, vocab_size=512, max_position_embeddings=512, **SIZE)
+    planner = Planner(llama, world_size=8, global_batch=32, sequence=256, instance="trn1.32xlarge")
+    assert planner.depths == (1, 2)
+    found = []
+    for planner.depths in ((1, 2), (2, 3)):
+        counts = planner.shallow([offered[name] for name in names], 1, micro_batches)
+        found.append(extrapolate(counts, 12, planner.blocks, 11, planner.depths))
+    few, more = found
+    assert (few.operations, few.weights, few.flows) == (more.operations, more.weights, more.flows)
+    assert {peak.moment: peak.parts for peak in few.peaks} == {peak.moment: peak.parts for peak in more.peaks}
+
+
 @pytest.mark.parametrize(("names", "accumulation"), [((), 1), (("stage 3",), 1), (("stage 3",), 6)])
 @pytest.mark.parametrize("kind", ["windows", "experts"])
 def test_blocks_that_take_turns_stand_for_many(kind, names, accumulation):

@@ -314,10 +314,11 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(bounds, folder, e
     assert not queue.left()
 
 
-def test_a_search_that_hurries_counts_first_what_is_likely_to_fit(bounds, folder):
-    """What may not fit waits until one is found that does, or none is left that is likely to."""
+def test_a_search_that_hurries_counts_first_what_is_likely_to_fit(bounds, folder, monkeypatch):
+    """What may not fit waits until one is found that does, or none is left that is likely to. No further sample of one
+    that is likely to fit is run."""
     from neuron_accel_plan.bounds import Estimate
-    from neuron_accel_plan.dry_runs import Failed
+    from neuron_accel_plan.dry_runs import Failed, Sample
     from neuron_accel_plan.layout import Planner
     from neuron_accel_plan.search import Layout, Ranked, _Queue
 
@@ -328,8 +329,13 @@ def test_a_search_that_hurries_counts_first_what_is_likely_to_fit(bounds, folder
         Layout(plugins=p, accumulation=a) for p, a in (((), 1), ((Zero1Plugin(),), 1), ((Zero1Plugin(),), 2))
     )
     core = float(bounds._core)
-    estimates = [Estimate(large, 1, core, 1.0), Estimate(small, 1, 0.5 * core, 1.2), Estimate(other, 1, core, 1.3)]
-    for fits in (True, False):
+    for fits, sample in ((True, None), (True, Sample((), 2)), (False, None)):
+        estimates = [
+            Estimate(large, 1, core, 1.0),
+            Estimate(small, 1, 0.5 * core, 1.2, sample),
+            Estimate(other, 1, core, 1.3, sample),
+        ]
+        monkeypatch.setattr(bounds, "estimate", {each.layout: each for each in estimates}.get)
         queue = _Queue(bounds, estimates, 1)
         queue.hurry()
         assert queue.following() == (repr(small), small)
@@ -499,6 +505,7 @@ def test_a_stage_with_half_finished_micro_batches_is_not_estimated_too_large(sta
 def test_what_was_counted_corrects_estimates_of_layouts_that_are_alike(bounds):
     """From two of them on, by the least that was found, which only makes estimates larger."""
     from neuron_accel_plan.bounds import Estimate
+    from neuron_accel_plan.dry_runs import Sample
     from neuron_accel_plan.search import Layout
 
     from neuron_accel import FullyShardedPlugin, Zero1Plugin
@@ -514,6 +521,10 @@ def test_what_was_counted_corrects_estimates_of_layouts_that_are_alike(bounds):
     other = Layout(plugins=(Zero1Plugin(),), accumulation=8)
     assert bounds.too_large(other, last.memory) is None
     assert bounds.is_likely(replace(last, layout=other))
+    for layout in (replace(other, accumulation=number) for number in (1, 2)):  # estimated by one sample only
+        bounds.learn_memory(Estimate(layout, 1, 1000.0, 1.0, Sample((), 2)), 1500)
+    assert bounds.too_large(other, last.memory) is None
+    assert not bounds.is_likely(replace(last, layout=other))
     for factor in (0, 0.5):  # one that cannot run, and one of another stage
         bounds.learn_memory(Estimate(layouts[2], 4, 1000.0, 1.0), round(1000 * factor))
     assert bounds.too_large(last.layout, last.memory) is None

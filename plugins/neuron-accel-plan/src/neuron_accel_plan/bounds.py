@@ -221,6 +221,7 @@ class Bounds:
         self._recomputed: dict[str, float] = {}  # by what recomputes: by how much the passes of a block grow
         self._at_least: dict[tuple[str, int], float] = {}  # seconds of layouts that are not ruled out
         self._counted: dict[str, list[float]] = {}  # counted memory by the estimate of it; see `_alike`
+        self._roughly: dict[str, list[float]] = {}  # the same, also by estimates that more samples would make closer
         self._too_large: dict[str, list[tuple[Layout, Failed]]] = {}  # by the plugins that shard nothing over replicas
         self._families: dict[str, tuple[StrategyPlugin, ...]] = {}
         self._names: dict[int, str] = {}  # by the identity of the families, which they keep alive
@@ -277,7 +278,8 @@ class Bounds:
     def learn_memory(self, estimate: Estimate, memory: int) -> None:
         """Keeps how many bytes a layout was counted to need; 0 if it cannot run."""
         if estimate.memory and memory:
-            self._counted.setdefault(self._alike(estimate.layout), []).append(memory / estimate.memory)
+            for kept in (self._counted, self._roughly) if estimate.sample is None else (self._roughly,):
+                kept.setdefault(self._alike(estimate.layout), []).append(memory / estimate.memory)
 
     def too_large(self, layout: Layout, memory: float) -> str | None:
         """Returns why a layout does not fit, by an estimate of its bytes from a micro-batch of its own size, or by
@@ -288,8 +290,8 @@ class Bounds:
         return self._too_much(memory) if memory > self._core * _SLACK else None
 
     def is_likely(self, estimate: Estimate) -> bool:
-        """Whether a layout that is to be counted is likely to fit."""
-        counted = self._counted.get(self._alike(estimate.layout), [1.0])
+        """Whether a layout whose memory is estimated is likely to fit."""
+        counted = self._roughly.get(self._alike(estimate.layout), [1.0])
         return estimate.memory * max(1.0, sum(counted) / len(counted)) <= _LIKELY * self._core
 
     def learn_impossible(self, layout: Layout, why: Failed | None = None) -> None:
@@ -583,7 +585,9 @@ class Bounds:
         if key not in self._inside:
             peaks, name = self._sized(sample, blocks).peaks, self._planner.blocks or ""
             inside = [block_of(peak.moment, name) is not None for peak in peaks]
-            forward = (p for p, is_inside in zip(peaks, inside, strict=True) if is_inside and p.moment.phase == "forward")
+            forward = (
+                p for p, is_inside in zip(peaks, inside, strict=True) if is_inside and p.moment.phase == "forward"
+            )
             self._inside[key] = inside, max((peak.parts[ACTIVATIONS] for peak in forward), default=0)
         return self._inside[key]
 

@@ -392,9 +392,11 @@ class _Queue:
             key, number, each = heapq.heappop(self._heap)
             assert isinstance(each, Estimate)
             if self._is_current(each, number) and not self._is_aside(key, number, each):
-                task = each.layout if each.sample is None else each.sample
+                counts = each.sample is None or (self._hurries and each.memory > 0)
+                task = each.layout if counts else each.sample
+                assert task is not None
                 name = repr(task)
-                if each.sample is None:
+                if counts:
                     name = self._counted.setdefault(self._bounds.common(each.layout), name)
                 self._waiting.setdefault(name, []).append((key, number, each))
                 if name not in self._running:
@@ -407,12 +409,12 @@ class _Queue:
         return None
 
     def hurry(self) -> None:
-        """Counts only what is likely to fit, until a layout is found that does."""
+        """Counts only what is likely to fit, by one sample of its family, until a layout is found that does."""
         self._hurries = self._may_hurry
 
     def _is_aside(self, key: _Key, number: int, each: Estimate) -> bool:
         """Whether a layout is put aside, since it is not likely to fit."""
-        if not self._hurries or each.sample is not None or self._bounds.is_likely(each):
+        if not self._hurries or not each.memory or self._bounds.is_likely(each):
             return False
         self._aside.append((key, number, each))
         return True

@@ -285,7 +285,7 @@ def extrapolate(
             parts[ACTIVATIONS] = max(
                 least[ACTIVATIONS], at(second.parts[ACTIVATIONS] - grown + kept, second.parts[ACTIVATIONS])
             )
-        if few.blocks == (0,):  # which is the first block, too: its input is not temporary
+        if few.blocks == (0,) and place[3] is not None:  # the first block is the last, whose input is temporary
             parts[TEMPORARY] = second.parts[TEMPORARY]
         peaks.append(Peak(_moved(second.moment, None if place[3] is None else last - place[3], blocks), parts))
     flows = [{_kind(flow): flow for flow in count.flows} for count in counts]
