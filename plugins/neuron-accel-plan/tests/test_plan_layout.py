@@ -367,6 +367,23 @@ def test_products_without_a_formula_are_named():
     assert counter.uncounted == {"aten._int_mm"}
 
 
+def test_storages_that_take_turns_have_no_peak_between_them():
+    """Weights of one block are freed and those of another gathered: which is found first follows from addresses."""
+    from neuron_accel_plan.memory import StepCounter
+
+    with StepCounter(torch.device("cpu")) as counter:
+        gathered = [torch.zeros(1000) for _ in range(16)]
+        for tensor in gathered:
+            tensor.untyped_storage().resize_(0)
+        counter.forget_peaks()
+        for tensor in gathered:
+            tensor.untyped_storage().resize_(4000)
+            torch.zeros(1)
+            tensor.untyped_storage().resize_(0)
+        (peak,) = counter.peaks()
+    assert peak.total == 4004
+
+
 def test_accumulation_splits_the_batch(folder):
     once, twice = (planned(folder, accumulation=steps) for steps in (1, 2))
     assert (once.micro_batch, twice.micro_batch) == (2, 1)

@@ -255,13 +255,13 @@ class StepCounter(TorchDispatchMode):
 
     def _follow(self, keys: Iterable[int]) -> None:
         """Counts storages with the sizes that they have now. Those that have changed are followed from now on;
-        they hold weights."""
+        they hold weights. Which of them changed first is not known: no peak is between these changes."""
         for key in list(keys):
             known = self._live[key]
             kept = known.reference()
             if kept is not None and kept.nbytes() != known.nbytes:
                 self._end(key)
-                self._begin(key, kept.nbytes(), known.reference, known.part or WEIGHTS)
+                self._add(key, kept.nbytes(), known.reference, known.part or WEIGHTS)
                 self._resized.add(key)
 
     def _end(self, key: int) -> None:
@@ -269,16 +269,19 @@ class StepCounter(TorchDispatchMode):
         known.died = self._clock
         self._now -= known.nbytes
 
-    def _begin(self, key: int, nbytes: int, reference: Any, part: str | None = None) -> _Storage:
+    def _add(self, key: int, nbytes: int, reference: Any, part: str | None = None) -> _Storage:
         self._clock += 1
         phase = "backward" if self._differentiating else self._phase
         found = _Storage(nbytes=nbytes, born=self._clock, phase=phase, part=part, reference=reference)
         self._live[key] = found
         self._all.append(found)
         self._now += found.nbytes
-        at = self._position
-        time = max(0, self._entered[phase] - 1)
-        moment = Moment(phase, time=time) if at is None else Moment(phase, at.module, at.passed, time)
+        return found
+
+    def _begin(self, key: int, nbytes: int, reference: Any) -> _Storage:
+        found, at = self._add(key, nbytes, reference), self._position
+        time = max(0, self._entered[found.phase] - 1)
+        moment = Moment(found.phase, time=time) if at is None else Moment(found.phase, at.module, at.passed, time)
         if self._now > self._peaks.get(moment, (0, 0))[0]:
             self._peaks[moment] = (self._now, self._clock)
         return found
