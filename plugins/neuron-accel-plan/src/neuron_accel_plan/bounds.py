@@ -278,8 +278,10 @@ class Bounds:
     def learn_memory(self, estimate: Estimate, memory: int) -> None:
         """Keeps how many bytes a layout was counted to need; 0 if it cannot run."""
         if estimate.memory and memory:
-            for kept in (self._counted, self._roughly) if estimate.sample is None else (self._roughly,):
-                kept.setdefault(self._alike(estimate.layout), []).append(memory / estimate.memory)
+            alike, ratio = self._alike(estimate.layout), memory / estimate.memory
+            self._roughly.setdefault(alike, []).append(ratio)
+            if estimate.sample is None:
+                self._counted.setdefault(alike, []).append(ratio)
 
     def too_large(self, layout: Layout, memory: float) -> str | None:
         """Returns why a layout does not fit, by an estimate of its bytes from a micro-batch of its own size, or by

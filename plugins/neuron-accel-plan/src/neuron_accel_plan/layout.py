@@ -245,7 +245,7 @@ class Planner:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.blocks, period = _alike_blocks(self.config, self.model)
         self._period = period
-        self.depths = depths_of(period, self.layers, least=1)
+        self.depths = depths_of(period, self.layers, least=1)  # of `shallow`, which bounds and does not count
         self._counts: dict[str, StepCount] = {}
         self._results = Results()
         self._own_operations: int | None = None
