@@ -240,7 +240,7 @@ DEPTHS = (2, 3)
 """Numbers of blocks that are run, from which the step of any number of equal blocks is extrapolated. With two there are
 a first and a last one; every count is then a constant and a multiple of the depth. Memory at the first and at the last
 block, before and after the blocks is followed separately in each phase: between the first and the last it changes
-evenly, so that the peak is at one of the two. One and two blocks tell nearly the same, which is enough for estimates."""
+evenly, so that the peak is at one of the two. For estimates one and two blocks are enough."""
 
 
 def depths_of(period: int, depth: int, gathered: bool = False, least: int = DEPTHS[0]) -> tuple[int, int]:
