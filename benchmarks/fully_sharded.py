@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.harness import OVER_TCP, Turn, in_table, libraries, note, parser, quartiles, race
+from benchmarks.harness import OVER_TCP, Turn, in_table, note, parser, quartiles, race
 from neuron_accel.backends.process_group import let_threads_finish
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.resources import PeakMemory, bytes_sent
@@ -331,7 +331,7 @@ def rows(turns: Mapping[str, Sequence[Turn]], counts: Mapping[str, Sequence[Coun
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options_parser = parser(__doc__)
+    options_parser = parser(__doc__, on_libraries=True)
     options_parser.set_defaults(repeat=8)
     add = options_parser.add_argument
     add("--optimizers", nargs="+", default=["plain", "fused"], choices=["plain", "fused"], help="AdamW's variants")
@@ -339,7 +339,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         add(f"--{name}", type=int, default=getattr(Size, name), help=f"{what} (default: {getattr(Size, name)})")
     add("--tokens", type=int, default=Size.tokens, help=f"tokens of a rank in a step (default: {Size.tokens})")
     add("--peers", nargs="+", default=[*PEERS], choices=[*PEERS], help="beside FSDP2 and DDP (default: all)")
-    add("--libraries", nargs="+", default=libraries(), help="what connects the ranks of all peers")
     options = options_parser.parse_args(arguments)
     size = Size(options.hidden, options.layers, options.vocabulary, options.tokens)
     if options.small:

@@ -56,17 +56,19 @@ def rounds(
     *args: Any,
     repeat: int = 5,
     timeout: float = 600,
+    library: str = "gloo",
 ) -> dict[str, list[Measurement]]:
-    """Runs every peer on ``ranks`` gloo ranks, in turn, ``repeat`` times.
+    """Runs every peer on ``ranks`` ranks, in turn, ``repeat`` times.
 
     Args:
         peers: name to an importable function; called on every rank with ``args``, it returns a measurement on rank 0.
+        library: torch's name of what connects the ranks of all peers, ours too.
     """
     results: dict[str, list[Measurement]] = {name: [] for name in peers}
     for i in range(repeat):
         for name, run in peers.items():
             note(f"round {i + 1}/{repeat}, {ranks} ranks: {name}")
-            measured = [m for m in run_ranks(run, ranks, *args, timeout=timeout) if m is not None]
+            measured = [m for m in ranks_on(library, run, ranks, *args, timeout=timeout) if m is not None]
             results[name].append(
                 Measurement(
                     rate=measured[0].rate,
@@ -97,10 +99,7 @@ def race(
         library: torch's name of what connects the ranks of all peers, ours too.
     """
     note(f"{ranks} ranks: time")
-    env = OVER_TCP if library == "gloo" else {}
-    measured = run_ranks(
-        _race, ranks, library, dict(peers), args, repeat, steps, timeout=timeout, backend=None, env=env
-    )
+    measured = ranks_on(library, _race, ranks, dict(peers), args, repeat, steps, timeout=timeout)
     note("")
     return {
         name: [
@@ -111,8 +110,21 @@ def race(
     }
 
 
+def ranks_on(library: str, run: Callable[..., Any], ranks: int, *args: Any, timeout: float) -> list[Any]:
+    """Calls ``run`` on ranks that a library connects, and returns the results by rank."""
+    env = OVER_TCP if library == "gloo" else {}
+    return run_ranks(_on, ranks, library, run, *args, timeout=timeout, backend=None, env=env)
+
+
+def _on(library: str, run: Callable[..., Any], *args: Any) -> Any:
+    import torch.distributed as dist
+
+    libraries()  # registers them
+    dist.init_process_group(library)
+    return run(*args)
+
+
 def _race(
-    library: str,
     peers: Mapping[str, Callable[..., Callable[[], Any]]],
     args: tuple[Any, ...],
     repeat: int,
@@ -120,8 +132,6 @@ def _race(
 ) -> dict[str, list[Turn]]:
     import torch.distributed as dist
 
-    libraries()  # registers them
-    dist.init_process_group(library)
     built = {name: build(*args) for name, build in peers.items()}
     for step in built.values():
         for _ in range(2):
@@ -206,12 +216,14 @@ def timed_steps(step: Callable[[], Any], barrier: Callable[[], Any], *, warm_up:
     return (time.perf_counter() - begin) / steps
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options of all benchmarks."""
+def parser(description: str | None, *, on_libraries: bool = False) -> argparse.ArgumentParser:
+    """Options of all benchmarks, and of those that run on several libraries of collectives."""
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     result.add_argument("--repeat", type=int, default=5, help="rounds; each runs every peer once (default: 5)")
     result.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
+    if on_libraries:
+        result.add_argument("--libraries", nargs="+", default=libraries(), help="what connects the ranks of all peers")
     result.add_argument("--small", action="store_true", help="a tiny model, to see that the benchmark runs")
     return result

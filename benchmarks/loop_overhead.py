@@ -1,10 +1,11 @@
 """The overhead of a prepared loop without plugins, compared with plain torch and stock Accelerate.
 
-Usage: ``python -m benchmarks.loop_overhead [--rounds N] [--steps N] [--sizes tiny,medium] [--cuda]``. Starts two gloo
-ranks with one thread each; plain torch is DDP with gradients in its buckets and a static graph. With ``--cuda``: one
-process on a GPU, without DDP, with clipping, and models of transformers in bfloat16. The three loops take turns within
-one run, in an order that changes from round to round, so that what else the machine does hits them alike; reported is
-the median over rounds of the ratio of their times, with quartiles.
+Usage: ``python -m benchmarks.loop_overhead [--rounds N] [--steps N] [--sizes tiny,medium] [--libraries gloo host]
+[--cuda]``. Starts two ranks with one thread each, on each of ``--libraries``, which connects the ranks of all three
+loops; plain torch is DDP with gradients in its buckets and a static graph. With ``--cuda``: one process on a GPU,
+without DDP, with clipping, and models of transformers in bfloat16. The loops take turns within one run, in an order
+that changes from round to round, so that what else the machine does hits them alike; reported is the median over rounds
+of the ratio of their times, with quartiles.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.testing import run_ranks
+from benchmarks.harness import libraries, ranks_on
 
 SIZES = {"tiny": (64, 2, 8), "small": (512, 6, 16), "medium": (1024, 10, 16)}
 """Width, number of layers, batch size."""
@@ -133,9 +134,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--sizes", help=f"default: {','.join(SIZES)}; with --cuda {','.join(ON_GPU)}")
+    parser.add_argument("--libraries", nargs="+", default=libraries(), help="what connects the ranks of all loops")
     parser.add_argument("--cuda", action="store_true", help="one process on a GPU")
     options = parser.parse_args()
-    place = torch.cuda.get_device_name() if options.cuda else f"{os.cpu_count()} cores, 2 gloo ranks"
+    place = torch.cuda.get_device_name() if options.cuda else f"{os.cpu_count()} cores, 2 ranks"
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {place}")
     for size in (options.sizes or ",".join(ON_GPU if options.cuda else SIZES)).split(","):
         given = (size, options.rounds, options.steps, options.cuda)
@@ -145,7 +147,8 @@ def main() -> None:
             torch.cuda.empty_cache()
         else:
             parameters = sum(p.numel() for p in make_model(*SIZES[size][:2]).parameters())
-            report(size, parameters, run_ranks(measure, 2, *given, timeout=600)[0])
+            for library in options.libraries:
+                report(f"{size}, {library}", parameters, ranks_on(library, measure, 2, *given, timeout=600)[0])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Pipelines against torch.distributed.pipelining, and against the least time that a schedule can take.
 
-    python -m benchmarks.pipeline [--ranks 2 4] [--repeat 5] [--schedule 1f1b]
+    python -m benchmarks.pipeline [--ranks 2 4] [--repeat 5] [--schedule 1f1b] [--libraries gloo host]
 
-Both peers run forward and backward of the same Llama-shaped model on gloo ranks, cut at the same blocks, with the same
-schedule and micro-batches. The bound is the compute of the slowest stage, measured on its own while the other ranks
-wait, for all micro-batches plus the schedule's bubble; on a machine with fewer free cores than ranks it cannot be
-reached. Columns: steps/s relative to torch.distributed.pipelining in the same round (median, min-max), and ms per step.
+Both peers run forward and backward of the same Llama-shaped model on ranks that the same library connects, cut at the
+same blocks, with the same schedule and micro-batches. The bound is the compute of the slowest stage, measured on its
+own while the other ranks wait, for all micro-batches plus the schedule's bubble; on a machine with fewer free cores
+than ranks it cannot be reached. Columns: steps/s relative to torch.distributed.pipelining in the same round (median,
+min-max), and ms per step.
 
 torch's stage infers shapes with a warm-up pass on gloo. Its meta tensors take the dtype of the first argument in torch
 2.9, which crashes for token ids; the peer is given its inputs and outputs, so that nothing has to be inferred.
@@ -14,6 +15,7 @@ torch's stage infers shapes with a warm-up pass on gloo. Its meta tensors take t
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import torch
@@ -163,15 +165,16 @@ def bound(schedule: str, microbatches: int, small: bool, steps: int) -> Measurem
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, on_libraries=True)
     options.add_argument("--schedule", choices=["1f1b", "gpipe"], default="1f1b")
     options.add_argument("--microbatches", type=int, default=8)
     options.add_argument("--steps", type=int, default=5)
     args = options.parse_args()
     peers = {"torch.distributed.pipelining": torch_pipelining, "neuron_accel": ours, "bound": bound}
-    for ranks in args.ranks:
-        results = rounds(peers, ranks, args.schedule, args.microbatches, args.small, args.steps, repeat=args.repeat)
-        print(f"\n{args.schedule}, {args.microbatches} micro-batches, {ranks} ranks\n")
+    given = (args.schedule, args.microbatches, args.small, args.steps)
+    for ranks, library in product(args.ranks, args.libraries):
+        results = rounds(peers, ranks, *given, repeat=args.repeat, library=library)
+        print(f"\n{args.schedule}, {args.microbatches} micro-batches, {ranks} ranks on {library}\n")
         print(table(results, "torch.distributed.pipelining"))
 
 

@@ -1,10 +1,11 @@
 """Tensor parallelism against torch's parallelize_module (DTensor) and transformers' tp_plan="auto".
 
-    python -m benchmarks.tensor_parallel [--ranks 2 4] [--repeat 5] [--small]
+    python -m benchmarks.tensor_parallel [--ranks 2 4] [--repeat 5] [--small] [--libraries gloo host]
 
-All run forward and backward of the same Llama-shaped model with the same weights on the same tokens, over gloo ranks;
-their losses are compared before anything is reported. torch's peer is what its documentation recommends: column- and
-row-wise projections, token embedding and head divided along the vocabulary, and ``loss_parallel``.
+All run forward and backward of the same Llama-shaped model with the same weights on the same tokens, on ranks that the
+same library connects; their losses are compared before anything is reported. torch's peer is what its documentation
+recommends: column- and row-wise projections, token embedding and head divided along the vocabulary, and
+``loss_parallel``.
 
 The bound is what remains if nothing but the arithmetic and the wire takes time: a model whose layers have the sizes of
 one rank's share, without communication, run by all ranks at once, and then the same bytes in bare all-reduces: four of
@@ -24,6 +25,7 @@ import io
 import statistics
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -258,17 +260,17 @@ def memory_table(ranks: int, small: bool) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, on_libraries=True)
     options.add_argument("--steps", type=int, default=5, help="steps that are timed in each round (default: 5)")
     args = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         note("the model's weights")
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
             build(args.small).save_pretrained(folder)
-        for ranks in args.ranks:
-            results = rounds(PEERS, ranks, folder, args.small, args.steps, repeat=args.repeat)
+        for ranks, library in product(args.ranks, args.libraries):
+            results = rounds(PEERS, ranks, folder, args.small, args.steps, repeat=args.repeat, library=library)
             check_losses(results)
-            print(f"\n## {ranks} ranks\n")
+            print(f"\n## {ranks} ranks on {library}\n")
             print(table(results, TORCH))
             rates = {name: statistics.median(m.rate for m in measured) for name, measured in results.items()}
             mine, best = rates["ModelParallelismPlugin"], max(rates[TORCH], rates['tp_plan="auto"'])

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.harness import OVER_TCP, in_table, libraries, note, parser, quartiles, race
+from benchmarks.harness import OVER_TCP, in_table, note, parser, quartiles, race
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.resources import PeakMemory, bytes_sent
 
@@ -254,12 +254,11 @@ def measure(ranks: int, small: bool, fused: bool, library: str, repeat: int) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options_parser = parser(__doc__)
+    options_parser = parser(__doc__, on_libraries=True)
     options_parser.set_defaults(repeat=15)
     options_parser.add_argument(
         "--optimizers", nargs="+", default=["plain", "fused"], choices=["plain", "fused"], help="AdamW's variants"
     )
-    options_parser.add_argument("--libraries", nargs="+", default=libraries(), help="what connects the ranks")
     options = options_parser.parse_args(arguments)
     for ranks, library, variant in product(options.ranks, options.libraries, options.optimizers):
         rows = measure(ranks, options.small, variant == "fused", library, options.repeat)
