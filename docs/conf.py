@@ -32,6 +32,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 maximum_signature_line_length = 110
 myst_heading_anchors = 3
+smartquotes = False  # messages and options stand as they are printed, to be searched for
 # Links to files outside the site, which are there in the repository.
 suppress_warnings = ["myst.xref_missing", "myst.header"]
 exclude_patterns = ["_build", "figures", "static"]

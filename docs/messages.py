@@ -65,4 +65,4 @@ def rows(error: str, found: list[Message]) -> str:
 def _cell(text: str) -> str:
     for special in "\\|`*_<>[]$#{}":
         text = text.replace(special, f"\\{special}")
-    return " ".join(text.split())
+    return " ".join(text.split()).replace(f"{GAP}.", GAP)

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PERFORMANCE = ROOT / "docs" / "performance.md"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "plugins/*/README.md")
+PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
 MARK = re.compile(r"<!-- ([^:>]+): ([^>]+?) -->([^<]*)<!-- -->")
 RATIO = re.compile(r"\b\d+\.\d+ (?:to \d+\.\d+ )?times (?:as fast|DDP|FSDP|the rate|its rate|that of)")
 MEASURED_THERE = {"performance.md", "tensor_parallel.md", "goals.md", "changelog.md", "CHANGELOG.md"}

@@ -50,6 +50,8 @@ MESSAGES = {
         "A global batch of … samples cannot be split evenly",
         "Data-parallel ranks do not make the same calls",
         "The checkpoint has",
+        "--budget is",
+        "'plugins' must be a list",
     ],
     "guides/troubleshooting": ["NCC_EOOM001", "NRT_TIMEOUT", "Address already in use"],
 }
@@ -76,7 +78,11 @@ def test_the_search_finds_messages_of_errors(site):
         "Data-parallel ranks do not make the same calls": "errors.html",
         "The optimizer cannot step while the loop writes to the full weights": "errors.html",
         "NCC_EOOM001": "guides/troubleshooting.html",
+        "There is no schedule zbh.": "errors.html",
+        "No plan is known for the model type 'ctrl'": "errors.html",
         "NRT_TIMEOUT": "guides/troubleshooting.html",
+        "NCC_EVRF001": "guides/troubleshooting.html",
+        "out of memory": "guides/troubleshooting.html",
     }
     results = "return [...document.querySelectorAll('#search-results li > a')].map(a => a.getAttribute('href'))"
     found = {}
@@ -96,20 +102,20 @@ def test_no_page_of_the_site_has_an_error(site):
 
 
 @needs_browser
-@pytest.mark.parametrize("page", ["index", "recipes", "tutorial"])
+@pytest.mark.parametrize("page", ["index", "recipes", "tutorial", "guides/run-report", "guides/from-accelerate"])
 def test_code_of_first_pages_fits_at_1280_pixels_and_figures_of_phones_are_legible(page, site):
     with browser() as driver:
         resize(driver, 1280, 900)
         driver.get((site / f"{page}.html").as_uri())
-        cut = "return [...document.querySelectorAll('.highlight-python pre, .highlight-console pre')]" + (
-            ".filter(code => code.scrollWidth > code.clientWidth + 1).map(code => code.innerText)"
-        )
+        code = "return [...document.querySelectorAll('div[class^=highlight] pre')]"
+        cut = f"{code}.filter(code => code.scrollWidth > code.clientWidth + 1).map(code => code.innerText)"
         assert driver.execute_script(cut) == []
+        assert driver.execute_script(f"{code}.every(code => code.parentNode.querySelector('button.copybtn'))")
         resize(driver, 400, 900)
         figures = driver.execute_script("return [...document.querySelectorAll('article p > img')].map(i => i.width)")
         window = driver.execute_script("return document.documentElement.scrollWidth")
         assert window == 400
-        assert all(width >= 700 for width in figures)
+        assert all(width >= 950 for width in figures)
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------

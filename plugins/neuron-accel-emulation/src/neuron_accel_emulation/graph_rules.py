@@ -208,7 +208,7 @@ def _quantize_problems(
     if not max(0, rank - 2) <= last < rank:
         yield 38, f"dim {dim} is not one of the last two"
     elif tensor.dims[last] % 4:
-        yield 58, f"dim {dim} has {tensor.dims[last]} elements, which is no multiple of 4"
+        yield 58, f"dim {dim} has {tensor.dims[last]} elements, which is not a multiple of 4"
     if config.get("block_size", 32) != 32:
         yield 39, f"blocks of {config['block_size']} instead of 32"
     if config.get("scale_method", "EMAX") != "EMAX":
