@@ -11,7 +11,7 @@ import pytest
 from neuron_accel_plan.layout import LayoutCount
 from neuron_accel_plan.memory import PARTS, Moment, Peak
 from neuron_accel_plan.published import interval_of
-from neuron_accel_plan.report import Entry, _timeline, html_report
+from neuron_accel_plan.report import Entry, _Colours, _timeline, html_report
 from neuron_accel_plan.step import Flow, StepCount
 from neuron_accel_plan.time import Span, StepTime
 
@@ -85,6 +85,17 @@ def test_the_stages_of_a_pipeline_are_drawn_with_every_pass():
     assert "the stages over a step" not in html_report([first])
 
 
+def test_a_colour_stands_for_one_thing_on_the_page():
+    first = entry()
+    staged = replace(first, counted=replace(first.counted, passes=((("forward", 0.0, 1.0), ("backward", 1.0, 3.0)),)))
+    names: dict[str, set[str]] = {}
+    for picture in pictures(html_report([staged])):
+        for square in (each for each in picture.iter("rect") if each.get("width") == "11.00"):
+            names.setdefault(square.get("fill", ""), set()).add(square[0].text)
+    assert len(names) > len(PARTS)
+    assert [each for each in names.values() if len(each) > 1] == []
+
+
 def test_a_page_is_well_formed_and_needs_nothing_else():
     text = html_report([entry(), entry("dp4", gib=2, seconds=1.0), entry("tp4", gib=3, seconds=3.0)])
     page = Page(text)
@@ -133,7 +144,7 @@ def test_one_layout_without_time_has_a_page_too():
 def test_colours_do_not_repeat_on_a_step_with_many_labels():
     spans = tuple(Span("compute", f"label {n}", float(n), n + 1.0) for n in range(20))
     time = StepTime(seconds=20.0, low=20.0, high=20.0, parts={}, sources={}, spans=spans)
-    picture = _timeline(time)
+    picture = _timeline(time, _Colours())
     bars = {match[2]: match[1] for match in re.finditer(r'fill="([^"]+)"><title>(label \d+), ', picture)}
     assert len(bars) == 20
     assert len(set(bars.values())) == 20

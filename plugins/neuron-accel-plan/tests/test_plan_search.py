@@ -315,8 +315,8 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(bounds, folder, e
 
 
 def test_a_search_that_hurries_counts_first_what_is_likely_to_fit(bounds, folder, monkeypatch):
-    """What may not fit waits until one is found that does, or none is left that is likely to. No further sample of one
-    that is likely to fit is run."""
+    """What may not fit, also by a guess, waits until one is found that does, or none is left that is likely to. No
+    further sample of one that is likely to fit is run."""
     from neuron_accel_plan.bounds import Estimate
     from neuron_accel_plan.dry_runs import Failed, Sample
     from neuron_accel_plan.layout import Planner
@@ -325,13 +325,14 @@ def test_a_search_that_hurries_counts_first_what_is_likely_to_fit(bounds, folder
     from neuron_accel import Zero1Plugin
 
     count = Planner(folder, world_size=2, global_batch=4, sequence=64, instance="trn1.2xlarge").count([], quick=True)
-    large, small, other = (
-        Layout(plugins=p, accumulation=a) for p, a in (((), 1), ((Zero1Plugin(),), 1), ((Zero1Plugin(),), 2))
+    large, guessed, small, other = (
+        Layout(plugins=p, accumulation=a) for p, a in (((), 1), ((), 2), ((Zero1Plugin(),), 1), ((Zero1Plugin(),), 2))
     )
     core = float(bounds._core)
     for fits, sample in ((True, None), (True, Sample((), 2)), (False, None)):
         estimates = [
             Estimate(large, 1, core, 1.0),
+            Estimate(guessed, 1, 0.0, 1.1, Sample((), 4), guess=core),
             Estimate(small, 1, 0.5 * core, 1.2, sample),
             Estimate(other, 1, core, 1.3, sample),
         ]
@@ -345,8 +346,8 @@ def test_a_search_that_hurries_counts_first_what_is_likely_to_fit(bounds, folder
         assert queue.following() == (repr(large), large)  # as long as there is time
         assert queue.end() == fits
         assert [ranked.layout for ranked in queue.found] == [small] * fits
-        assert [each.layout for each in queue.left()] == [large] * fits
-        assert [each.layout for each in queue.slower()] == ([other] if fits else [large, other])
+        assert [each.layout for each in queue.left()] == [large, guessed] * fits
+        assert [each.layout for each in queue.slower()] == ([other] if fits else [large, guessed, other])
 
 
 def test_layouts_that_tell_of_each_other_are_counted_one_after_the_other(bounds, folder):

@@ -71,6 +71,8 @@ class Estimate:
         memory: bytes, which may be too low or too high; 0 if it is not known.
         seconds: what the predicted time is not below.
         sample: what to run for a better estimate; None: the layout itself.
+        guess: bytes by the family that recomputes nothing, and by what recomputing as much saved other families; 0 if
+            the memory is known, or nothing of it.
     """
 
     layout: Layout
@@ -78,6 +80,7 @@ class Estimate:
     memory: float
     seconds: float
     sample: Sample | None = None
+    guess: float = 0.0
 
 
 def _without_recomputing(family: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...]:
@@ -219,6 +222,7 @@ class Bounds:
         self._growth: dict[tuple[type, ...], float] = {}  # see `_Times.of_more`; by the plugins of a family
         self._room: dict[tuple[type, ...], float] = {}  # the same of the memory that passes take
         self._recomputed: dict[str, float] = {}  # by what recomputes: by how much the passes of a block grow
+        self._kept: dict[str, list[float]] = {}  # by what recomputes: the share of passes' memory that is left
         self._at_least: dict[tuple[str, int], float] = {}  # seconds of layouts that are not ruled out
         self._counted: dict[str, list[float]] = {}  # counted memory by the estimate of it; see `_alike`
         self._roughly: dict[str, list[float]] = {}  # the same, also by estimates that more samples would make closer
@@ -264,6 +268,8 @@ class Bounds:
             more = _ROUGHLY * (more - 1)
             key = _recomputing(sample.family)
             self._recomputed[key] = max(0.0, min(more, self._recomputed.get(key, 1.0)))
+            if room := self._room_of(less):
+                self._kept.setdefault(key, []).append(self._room_of(sample) / room)
 
     def _room_of(self, sample: Sample) -> float:
         """Bytes that the passes of a sample take at most, besides weights and gradients."""
@@ -294,7 +300,7 @@ class Bounds:
     def is_likely(self, estimate: Estimate) -> bool:
         """Whether a layout whose memory is estimated is likely to fit."""
         counted = self._roughly.get(self._alike(estimate.layout), [1.0])
-        return estimate.memory * max(1.0, sum(counted) / len(counted)) <= _LIKELY * self._core
+        return (estimate.memory or estimate.guess) * max(1.0, sum(counted) / len(counted)) <= _LIKELY * self._core
 
     def learn_impossible(self, layout: Layout, why: Failed | None = None) -> None:
         """Keeps that a layout is ruled out; ``why``, if it was counted."""
@@ -420,7 +426,8 @@ class Bounds:
                     if memory > self._core * self._slack(known == with_head, known.family):
                         return self._too_much(memory)
             seconds = max(of_less(facts.base, size), _NEARLY * self._by_line(like, of_less), by_less)
-            return Estimate(layout, number, 0.0, seconds, first if self.knows(like) or self._larger(like) else like)
+            following = first if self.knows(like) or self._larger(like) else like
+            return Estimate(layout, number, 0.0, seconds, following, self._guess(layout, stages, size, number))
         sample = own if self.knows(own) else first
         counts = self._samples[self._key(sample)]
         if isinstance(counts, str):
@@ -447,6 +454,14 @@ class Bounds:
         if memory > self._core * self._slack(is_close, family):
             return self._too_much(memory)
         return Estimate(layout, number, memory, seconds, following)
+
+    def _guess(self, layout: Layout, stages: Stages | None, size: int, micro_batches: int) -> float:
+        """See :attr:`Estimate.guess`."""
+        facts = self._facts_of(layout)
+        kept = self._kept.get(_recomputing(facts.family))
+        if not kept:
+            return 0.0
+        return self._memory(layout, facts.base, stages, size, micro_batches, share=sum(kept) / len(kept))
 
     def _slack(self, is_close: bool, family: tuple[StrategyPlugin, ...]) -> float:
         return _SLACK if is_close or _kind(family) in self._room else _ROUGH
@@ -507,6 +522,7 @@ class Bounds:
         micro_batches: int,
         *,
         in_blocks: bool = False,
+        share: float = 1.0,
     ) -> float:
         """Bytes of the rank with the most of them, from a step of a sample that began without optimizer state.
 
@@ -517,13 +533,13 @@ class Bounds:
             times: size of a micro-batch, by that of the sample.
             micro_batches: number of micro-batches.
             in_blocks: whether only peaks in blocks count.
+            share: share of what the passes of the sample take that those of the layout take.
         """
+        of_rank = partial(self._of_rank, layout, sample, times=times, micro_batches=micro_batches, share=share)
         if stages is None:
-            blocks = self._planner.layers
-            return self._of_rank(layout, sample, blocks, times=times, micro_batches=micro_batches, in_blocks=in_blocks)
+            return of_rank(self._planner.layers, in_blocks=in_blocks)
         kept = [number / len(blocks) for number, blocks in zip(stages.in_flight, stages.blocks, strict=True)]
         own = [sum(blocks) for blocks in stages.blocks]
-        of_rank = partial(self._of_rank, layout, sample, times=times, micro_batches=micro_batches)
         first = of_rank(own[0], kept=kept[0], ends=(True, False), in_blocks=True)
         return max(first, of_rank(own[-1], kept=kept[-1], ends=(False, True), in_blocks=in_blocks))
 
@@ -536,6 +552,7 @@ class Bounds:
         times: float,
         micro_batches: int,
         in_blocks: bool,
+        share: float,
         kept: float = 1.0,
         ends: tuple[bool, bool] = (True, True),
     ) -> float:
@@ -552,7 +569,7 @@ class Bounds:
         is_stage = ends != (True, True)
         held = weights / (sharding if "weights" in parts and not is_stage else 1)  # stages gather theirs once
         held += _STATE_BYTES * elements / sharding if "optimizer state" in parts else 2 * weights
-        more = 1 + (times - 1) * self._room.get(_kind(sample.family), 1.0)
+        more = share * (1 + (times - 1) * self._room.get(_kind(sample.family), 1.0))
         most, (in_block, saved) = 0.0, self._in_blocks(sample, blocks)
         for peak, is_in_block in zip(count.peaks, in_block, strict=True):
             if in_blocks and not is_in_block:

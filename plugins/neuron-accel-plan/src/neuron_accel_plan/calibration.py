@@ -131,9 +131,6 @@ class Machine:
 
 
 # ---- Public constants of instances -----------------------------------------------------------------------------------
-_SHARE = "of which the share that kernels achieve is assumed"
-
-
 RESERVE = 0.1
 """Fraction of a core's memory that is left to the runtime, to code and constants of compiled graphs, and to buffers and
 descriptors of collectives. Assumed, on all instances alike. Of these the Neuron SDK's page "Neuron device memory" gives
@@ -161,18 +158,21 @@ def machine_of(instance: Instance, lnc: int | None = None) -> Machine:
     # the transposition of operands, leave it idle most of the time.
     product = Constant.of(
         0.6 * peak,
-        f"public (tensor engine, pages neuron-core-v2 to -v4 of the Neuron SDK), {_SHARE} (0.6; 0.35 to 0.9)",
+        "public (tensor engine, pages neuron-core-v2 to -v4 of the Neuron SDK); kernels are assumed to reach 0.6 of it "
+        "(0.35 to 0.9)",
         best=0.9 / 0.6,
         worst=0.35 / 0.6,
     )
     single = replace(
         product,
         points=((1.0, 0.6 * peak / 4),),
-        source=f"public (a fourth of BF16, pages neuron-core-v2 to -v4), {_SHARE} (0.6; 0.35 to 0.9)",
+        source="public (a fourth of BF16, pages neuron-core-v2 to -v4); kernels are assumed to reach 0.6 of it "
+        "(0.35 to 0.9)",
     )
     memory = Constant.of(
         0.7 * instance.hbm_gb_per_s * 1e9 / on_chip,
-        f"public (bandwidth of the chip's HBM, page neuron-hardware), {_SHARE} (0.7; 0.4 to 0.9)",
+        "public (bandwidth of the chip's HBM, page neuron-hardware); kernels are assumed to reach 0.7 of it "
+        "(0.4 to 0.9)",
         best=0.9 / 0.7,
         worst=0.4 / 0.7,
     )
@@ -191,8 +191,8 @@ def machine_of(instance: Instance, lnc: int | None = None) -> Machine:
                 ranks=on_chip,
                 bandwidth=Constant.of(
                     0.7 * instance.link_gb_per_s * 1e9 / 2,
-                    "public (NeuronLink of a chip, page neuron-hardware; half in each direction), "
-                    "of which the share that rings achieve is assumed (0.7; 0.35 to 0.9)",
+                    "public (NeuronLink of a chip, page neuron-hardware; half in each direction); "
+                    "rings are assumed to reach 0.7 of it (0.35 to 0.9)",
                     best=0.9 / 0.7,
                     worst=0.5,
                 ),
@@ -206,8 +206,8 @@ def machine_of(instance: Instance, lnc: int | None = None) -> Machine:
                 ranks=cores,
                 bandwidth=Constant.of(
                     0.7 * instance.efa_gbps * 1e9 / 8,
-                    "public (network bandwidth of the instance, its product page), of which the share that collectives "
-                    "achieve is assumed (0.7; 0.35 to 0.9)",
+                    "public (network bandwidth of the instance, its product page); collectives are assumed to reach "
+                    "0.7 of it (0.35 to 0.9)",
                     best=0.9 / 0.7,
                     worst=0.5,
                 ),
@@ -224,8 +224,8 @@ def machine_of(instance: Instance, lnc: int | None = None) -> Machine:
         fuses=True,
         overlap=Constant.of(
             0.8,
-            "public (collectives have engines of their own, page neuron-core-v2), of which the share that the order of "
-            "the compiler leaves to them is assumed (0.8; 0.3 to 1)",
+            "public (collectives have engines of their own, page neuron-core-v2); the compiler's order is assumed "
+            "to leave 0.8 of their time to them (0.3 to 1)",
             best=1.0 / 0.8,
             worst=0.3 / 0.8,
         ),

@@ -22,7 +22,7 @@ from neuron_accel_plan.time import Span, StepTime
 _WIDTH, _LEFT, _RIGHT, _ROW = 960, 190, 90, 30
 _STYLE = """
 svg { width: 100%; height: auto; }
-@media screen and (max-width: 640px) { svg { width: 640px; } .picture { overflow-x: auto; } }
+@media screen and (max-width: 640px) { svg { width: 960px; } .picture { overflow-x: auto; } }
 """
 
 
@@ -43,6 +43,14 @@ class Entry:
     published: Interval | None = None
 
 
+class _Colours(dict[str, str]):
+    """The colours of a page, by what they stand for: in all pictures the same."""
+
+    def __missing__(self, name: str) -> str:
+        self[name] = colour(len(self))
+        return self[name]
+
+
 def html_report(entries: Sequence[Entry]) -> str:
     """Returns a page about layouts of one model; the first is shown in detail, all are compared.
 
@@ -51,7 +59,7 @@ def html_report(entries: Sequence[Entry]) -> str:
     """
     first = entries[0]
     counted, time = first.counted, first.time
-    title = f"{counted.model} on {counted.mesh}"
+    title, colours = f"{counted.model} on {counted.mesh}", _Colours()
     body = [f"<h1>{escape(title)}</h1>", _facts(first)]
     if len(entries) > 1:
         body += [
@@ -59,20 +67,20 @@ def html_report(entries: Sequence[Entry]) -> str:
             _layouts(entries),
             '<p class="note">The numbers above and below are those of the first layout.</p>',
         ]
-    body += ["<h2>Memory of a rank at the peak of a step</h2>", _memory(entries)]
+    body += ["<h2>Memory of a rank at the peak of a step</h2>", _memory(entries, colours)]
     body.append("<h2>A step over time</h2>")
     if time is None:
         body.append('<p class="note">No instance or calibration was given, so that no time is predicted.</p>')
     else:
-        body += [_timeline(time), _parts(time.parts, time.seconds)]
+        body += [_timeline(time, colours), _parts(time.parts, time.seconds, colours)]
         if counted.extrapolated:
             body.append(
                 '<p class="note">The picture shows the few blocks that were run; the times in the bar below it '
                 "are those of all blocks.</p>"
             )
     if counted.passes:
-        body += ["<h2>The stages of the pipeline</h2>", _stages(counted)]
-    body += ["<h2>Sent by a rank in a step</h2>", _traffic(counted)]
+        body += ["<h2>The stages of the pipeline</h2>", _stages(counted, colours)]
+    body += ["<h2>Sent by a rank in a step</h2>", _traffic(counted, colours)]
     if len(entries) > 1:
         body += ["<h2>Time against memory</h2>", _frontier(entries)]
     if time is not None:
@@ -133,13 +141,13 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, title: str
     )
 
 
-def _legend(names: Sequence[str], y: float) -> list[str]:
+def _legend(names: Sequence[str], colours: _Colours, y: float) -> list[str]:
     found, x = [], float(_LEFT)
-    for index, name in enumerate(names):
+    for name in names:
         width = 26 + 7 * len(name)
         if x + width > _WIDTH:
             x, y = float(_LEFT), y + 18
-        found += [_rect(x, y, 11, 11, colour(index), name), _text(x + 16, y + 10, name)]
+        found += [_rect(x, y, 11, 11, colours[name], name), _text(x + 16, y + 10, name)]
         x += width
     return found
 
@@ -149,7 +157,11 @@ def _legend_height(names: Sequence[str]) -> int:
 
 
 def _bars(
-    rows: Sequence[tuple[str, Mapping[str, float], str]], names: Sequence[str], label: str, mark: float = 0
+    rows: Sequence[tuple[str, Mapping[str, float], str]],
+    names: Sequence[str],
+    label: str,
+    colours: _Colours,
+    mark: float = 0,
 ) -> str:
     """Stacked bars, one row each, with a total behind it and a line at ``mark``."""
     longest = max([mark, *(sum(parts.values()) for _, parts, _ in rows)]) or 1.0
@@ -158,24 +170,24 @@ def _bars(
     for name, parts, total in rows:
         x = float(_LEFT)
         found.append(_text(_LEFT - 8, y + 16, _short(name), "end"))
-        for index, part in enumerate(names):
+        for part in names:
             size = parts.get(part, 0.0) * scale
             if size > 0:
-                found.append(_rect(x, y, size, _ROW - 8, colour(index), f"{name}: {part}"))
+                found.append(_rect(x, y, size, _ROW - 8, colours[part], f"{name}: {part}"))
             x += size
         found.append(_text(x + 6, y + 16, total))
         y += _ROW
     if mark:
         at = _LEFT + mark * scale
         found.append(f'<path d="M{at:.1f} 0V{y:.1f}" stroke="var(--warn)" stroke-dasharray="4 3" fill="none"/>')
-    return _svg(y + _legend_height(names) + 6, [*found, *_legend(names, y + 6)], label)
+    return _svg(y + _legend_height(names) + 6, [*found, *_legend(names, colours, y + 6)], label)
 
 
 def _short(name: str) -> str:
     return name if len(name) <= 27 else name[:26] + "…"
 
 
-def _memory(entries: Sequence[Entry]) -> str:
+def _memory(entries: Sequence[Entry], colours: _Colours) -> str:
     shown = entries[:12]
     names = [f"{number}: {entry.counted.mesh}" for number, entry in enumerate(shown, start=1)]
     names = names if len(shown) > 1 else [shown[0].counted.mesh]
@@ -184,11 +196,11 @@ def _memory(entries: Sequence[Entry]) -> str:
         for name, entry in zip(names, shown, strict=True)
     ]
     core = shown[0].counted.core_bytes or 0
-    picture = _bars(rows, PARTS, "memory by part", core)
+    picture = _bars(rows, PARTS, "memory by part", colours, core)
     return picture + (f'<p class="note">The line is the {format_bytes(core)} of a core.</p>' if core else "")
 
 
-def _timeline(time: StepTime) -> str:
+def _timeline(time: StepTime, colours: _Colours) -> str:
     """Lanes of a rank: what it computes, and what travels meanwhile."""
     spans = time.spans
     end = max((span.end for span in spans), default=0.0) or 1.0
@@ -202,13 +214,13 @@ def _timeline(time: StepTime) -> str:
         for span in _merged([span for span in spans if span.lane == lane], 0.25 / scale):
             title = f"{span.label}, {format_seconds(span.start)} to {format_seconds(span.end)}"
             x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-            found.append(_rect(x, y, width, _ROW - 2, colour(labels.index(span.label)), title))
+            found.append(_rect(x, y, width, _ROW - 2, colours[span.label], title))
     y = 4 + 2 * (_ROW + 6)
     found += [_text(_LEFT, y + 8, "0"), _text(_WIDTH - 20, y + 8, format_seconds(end), "end")]
-    return _svg(y + 18 + _legend_height(labels), [*found, *_legend(labels, y + 18)], "the step over time")
+    return _svg(y + 18 + _legend_height(labels), [*found, *_legend(labels, colours, y + 18)], "the step over time")
 
 
-def _stages(counted: LayoutCount) -> str:
+def _stages(counted: LayoutCount, colours: _Colours) -> str:
     """A lane for each stage: what its ranks compute over a step."""
     end = max(end for passes in counted.passes for _, _, end in passes)
     scale = (_WIDTH - _LEFT - 20) / end
@@ -220,7 +232,7 @@ def _stages(counted: LayoutCount) -> str:
         for label, start, stop in passes:
             width = (stop - start) * scale
             title, edge = f"{label}, {start:g} to {stop:g}", min(1.0, width / 8)
-            found.append(_rect(_LEFT + start * scale, y, width - edge, height - 2, colour(labels.index(label)), title))
+            found.append(_rect(_LEFT + start * scale, y, width - edge, height - 2, colours[label], title))
         if height > 10 or stage % 4 == 0:
             found.append(_text(_LEFT - 8, y + height / 2 + 4, f"stage {stage}", "end"))
         y += height
@@ -228,7 +240,7 @@ def _stages(counted: LayoutCount) -> str:
         f"The ranks wait for {counted.bubble:.0%} of the time. Passes of all stages are drawn equally long, a backward "
         "pass twice as long as a forward pass, and transfers take no time."
     )
-    picture = _svg(y + _legend_height(labels) + 8, [*found, *_legend(labels, y + 8)], "the stages over a step")
+    picture = _svg(y + _legend_height(labels) + 8, [*found, *_legend(labels, colours, y + 8)], "the stages over a step")
     return f'{picture}<p class="note">{note}</p>'
 
 
@@ -243,12 +255,12 @@ def _merged(spans: Sequence[Span], gap: float) -> list[Span]:
     return found
 
 
-def _parts(parts: Mapping[str, float], total: float) -> str:
+def _parts(parts: Mapping[str, float], total: float, colours: _Colours) -> str:
     names = sorted(parts, key=lambda part: -parts[part])
-    return _bars([("time of the step", parts, format_seconds(total))], names, "what the time is spent on")
+    return _bars([("time of the step", parts, format_seconds(total))], names, "what the time is spent on", colours)
 
 
-def _traffic(counted: LayoutCount) -> str:
+def _traffic(counted: LayoutCount, colours: _Colours) -> str:
     by_axis: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for flow in counted.step.flows:
         by_axis[f"{flow.axis} ({flow.ranks} ranks)"][flow.op] += flow.sent
@@ -257,7 +269,7 @@ def _traffic(counted: LayoutCount) -> str:
         return '<p class="note">Nothing.</p>'
     names = sorted({op for ops in sent.values() for op in ops})
     rows = [(axis, ops, f"{sum(ops.values()) / 2**20:,.1f} MiB") for axis, ops in sent.items()]
-    return _bars(sorted(rows, key=lambda row: -sum(row[1].values())), names, "traffic by axis")
+    return _bars(sorted(rows, key=lambda row: -sum(row[1].values())), names, "traffic by axis", colours)
 
 
 def _ticks(most: float, base: int) -> list[float]:

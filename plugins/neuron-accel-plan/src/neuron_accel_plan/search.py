@@ -414,7 +414,7 @@ class _Queue:
 
     def _is_aside(self, key: _Key, number: int, each: Estimate) -> bool:
         """Whether a layout is put aside, since it is not likely to fit."""
-        if not self._hurries or not each.memory or self._bounds.is_likely(each):
+        if not self._hurries or self._bounds.is_likely(each):
             return False
         self._aside.append((key, number, each))
         return True
