@@ -21,6 +21,7 @@ from neuron_accel_report.records import (
 )
 
 MIB = 2**20
+SECOND = 10**9
 TRAFFIC = (
     Collectives(op="all_reduce", group="tp", count=24, bytes=6 * MIB),
     Collectives(op="reduce_scatter", group="dp", count=2, bytes=3 * MIB),
@@ -57,7 +58,7 @@ def write_run(
             step = _step(rank, number, speed, seed)
             lines.append(step if change is None else change(rank, number, step))
         if ended:
-            lines.append(End(time=1.8e9 + steps, steps=steps))
+            lines.append(End(time=steps * SECOND, steps=steps))
         (folder / rank_file(rank)).write_text("".join(f"{to_line(line)}\n" for line in lines))
     return folder
 
@@ -70,7 +71,7 @@ def late(rank: int, number: int, seconds: float = 0.05, part: str = "loader"):
             return record
         grown = part if at == rank else "communication"
         parts = {**record.parts, grown: record.parts[grown] + seconds}
-        return replace(record, seconds=record.seconds + seconds, parts=parts)
+        return replace(record, end=record.end + round(seconds * SECOND), parts=parts)
 
     return change
 
@@ -113,8 +114,8 @@ def _step(rank: int, number: int, speed: float, seed: int) -> Step:
     parts["forward"] += warm
     return Step(
         step=number,
-        time=1.8e9 + number,
-        seconds=sum(parts.values()),
+        begin=number * SECOND,
+        end=number * SECOND + round(sum(parts.values()) * SECOND),
         samples=8,
         tokens=8 * 512,
         micro_batches=2,

@@ -16,6 +16,41 @@ def main(words: list[str]) -> int:
     return SCRIPT.load()(words)
 
 
+def bound(events: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Names of the arrows of a trace, and the two ranges that Perfetto joins by each.
+
+    It multiplies times by 1000 and drops the fraction, takes events in the order of their times, and those of one time
+    in that of the file. Ranges that have ended are removed from a stack when the next one begins, and one that ends
+    after that around it is discarded. Each end of an arrow belongs to the range on top.
+    """
+    stacks: dict[tuple[int, int], list[tuple[int, int, dict[str, Any]]]] = {}
+    starts: dict[int, dict[str, Any]] = {}
+    found = []
+
+    def nanoseconds(time: float) -> int:
+        return int(time * 1000.0)
+
+    for event in sorted(events, key=lambda each: nanoseconds(each["ts"])):
+        now, stack = nanoseconds(event["ts"]), stacks.setdefault((event["pid"], event["tid"]), [])
+        if event["ph"] == "X":
+            end = now + nanoseconds(event["dur"])
+            while stack and stack[-1][1] <= now:
+                stack.pop()
+            assert not stack or end <= stack[-1][1], event
+            stack.append((now, end, event))
+        elif event["ph"] in "sf":
+            assert type(event["id"]) is int
+            begin, end, around = stack[-1]
+            assert begin <= now < end, event
+            if event["ph"] == "s":
+                assert event["id"] not in starts
+                starts[event["id"]] = around
+            else:
+                found.append((event["name"], starts[event["id"]], around))
+    assert len(found) == len(starts)
+    return found
+
+
 def llama() -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

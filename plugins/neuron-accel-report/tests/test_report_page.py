@@ -95,6 +95,18 @@ def test_two_runs_are_laid_over_each_other(tmp_path):
     assert len({run.name for run in again}) == 2
 
 
+def test_a_colour_means_one_thing_on_a_page(tmp_path):
+    text = page(several([write_run(tmp_path / name) for name in ("a", "b")]))
+    swatches = re.findall(r'<span class="swatch" style="background:([^"]+)"></span>([^<]+)', text)
+    bars = re.findall(r'background:([^"]+)" title="([^"]+)"', text)
+    areas = chart(text, "Parts of a step: a")
+    colours = {name: colour for colour, name in [*swatches, *bars]}
+    assert {"loader", "parameters", "reduce_scatter"} <= set(colours)
+    assert len(set(colours.values())) == len(set(swatches)) == len({*swatches, *bars})
+    assert not {"var(--c0)", "var(--c1)"} & set(colours.values())  # those of the two runs
+    assert areas["colours"] == [colours[name] for name in areas["names"]]
+
+
 # ---- size ------------------------------------------------------------------------------------------------------------
 def test_a_thinned_series_keeps_the_lowest_and_the_highest():
     series = Series(10)
@@ -134,16 +146,28 @@ def test_of_many_ranks_those_that_were_late_are_shown(tmp_path):
 
 
 # ---- files that are not as they should be ----------------------------------------------------------------------------
-def test_the_head_says_what_was_run(tmp_path):
+def test_the_head_says_what_was_run(tmp_path, capsys):
     more = {
         "command": "train.py --lr 1",
         "options": {"zero1": {"overlap": False}},
         "versions": {"transformers": "5.24"},
+        "commit": "c0ffee",
+        "optimizer": "AdamW",
+        "hyperparameters": {"lr": "0.001", "weight_decay": "0.1 / 0.0"},
+        "global_batch": 1024,
+        "gradient_accumulation_steps": 4,
+        "mixed_precision": "bf16",
     }
     found = dict(facts([summarise(write_run(tmp_path / "run", model="LlamaForCausalLM", **more))]))
     assert (found["model"], found["command"]) == ("LlamaForCausalLM", "train.py --lr 1")
     assert found["options"] == "zero1: overlap False"
     assert "transformers 5.24" in found["versions"]
+    assert found["optimizer"] == "AdamW: lr 0.001, weight_decay 0.1 / 0.0"
+    names = ("commit", "samples of a step", "gradient accumulation", "mixed precision")
+    assert [found[name] for name in names] == ["c0ffee", "1,024", "4", "bf16"]
+    assert "<td>AdamW: lr 0.001, weight_decay 0.1 / 0.0</td>" in page([summarise(tmp_path / "run")])
+    assert main(["report", str(tmp_path / "run"), "--text"]) == 0
+    assert "AdamW: lr 0.001" in capsys.readouterr().out
 
 
 def test_what_is_missing_is_said(tmp_path):
@@ -194,10 +218,10 @@ def test_a_training_that_went_back_is_read_in_its_order(tmp_path):
     [
         (lambda folder: [path.unlink() for path in folder.iterdir()], "it has no file rank-*.jsonl"),
         (lambda folder: (folder / rank_file(1)).write_text("{}\n"), "whose 'kind' is one of run, step, range, end"),
-        (lambda folder: edit(folder, 1, '"version":1', '"version":7'), "version 7 of the format, this reads up to 1"),
+        (lambda folder: edit(folder, 1, '"version":2', '"version":7'), "version 7 of the format, and this reads"),
         (lambda folder: edit(folder, 1, '"run":"a-run"', '"run":"b"'), "are of different runs"),
         (lambda folder: edit(folder, 1, '"rank":1', '"rank":0'), "Rank 0 has two files"),
-        (lambda folder: edit(folder, 1, '"seconds":0.', '"seconds":"long'), "line 2"),
+        (lambda folder: edit(folder, 1, '"begin":0', '"begin":"long"'), "line 2"),
         (lambda folder: edit(folder, 1, '"kind":"step"', '"kind":"run"'), "it lacks run, rank"),
         (lambda folder: edit(folder, 0, "", "x"), "it is not JSON"),
         (lambda folder: [path.write_text("") for path in folder.iterdir()], "no rank has completed its first line"),

@@ -29,8 +29,8 @@ RANGE_BLOCKS = 14
 """How many empty ``with`` blocks may take as long as a range."""
 STEP = Step(
     step=120,
-    time=0.0,
-    seconds=0.4,
+    begin=0,
+    end=400_000_000,
     samples=8,
     tokens=4096,
     parts={"loader": 0.01, "forward": 0.1, "backward": 0.2, "communication": 0.05, "optimizer": 0.03, "other": 0.01},
@@ -108,7 +108,7 @@ def test_the_dashboard_is_redrawn_seldom_and_shows_the_last_step():
     stream = Terminal()
     dashboard = Dashboard(stream)
     for number in range(50):
-        dashboard.show(Step(step=number, time=0.0, seconds=1.0, parts={"other": 1.0}), [], 1)
+        dashboard.show(Step(step=number, begin=0, end=10**9, parts={"other": 1.0}), [], 1)
     dashboard.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert "step 49" in shown
@@ -222,7 +222,7 @@ class Backend:
 def record(body):
     """Steps that a recorder sees while ``body(events)`` runs."""
     events, found = Events(), []
-    recorder = Recorder(Backend(), clock=0.0, traced=frozenset({0, 1}), finished=found.append)
+    recorder = Recorder(Backend(), origin=0, traced=frozenset({0, 1}), finished=found.append)
     remove = events.observe(recorder)
     body(events)
     remove()
@@ -237,15 +237,13 @@ def step_in(events):
 class Clock:
     """Time that passes only when it is told to."""
 
-    now = 100.0
+    now = 100 * 10**9
 
-    def perf_counter(self):
+    def perf_counter_ns(self):
         return self.now
 
-    time = perf_counter
-
     def pass_by(self, seconds):
-        self.now += seconds
+        self.now += seconds * 10**9
 
 
 def test_time_belongs_to_the_innermost_range(monkeypatch):
@@ -272,10 +270,10 @@ def test_time_belongs_to_the_innermost_range(monkeypatch):
     step = measured.step
     expected = {"forward": 3, "communication": 7, "other": 11, "optimizer": 7}
     assert {part: seconds for part, seconds in step.parts.items() if seconds} == expected
-    assert (step.time, step.seconds, step.waiting) == (150, 28, 4)
-    spans = {span.name: (span.start, span.seconds) for span in measured.ranges}
-    assert spans["forward"] == (150, 10)
-    assert spans["wait for all_reduce"] == (156, 4)
+    assert (step.begin, step.end, step.seconds, step.waiting) == (150 * 10**9, 178 * 10**9, 28, 4)
+    spans = {span.name: (span.begin / 1e9, span.end / 1e9) for span in measured.ranges}
+    assert spans["forward"] == (150, 160)
+    assert spans["wait for all_reduce"] == (156, 160)
 
 
 def test_the_time_of_a_range_around_several_steps_belongs_to_each_of_them(monkeypatch):
@@ -380,7 +378,7 @@ def measured_ranges(folder):
     """A function that makes a step of so many collectives, which a recorder measures and a file gets."""
     backend = SimpleNamespace(compilations=None, device_memory=None, is_lazy=False)
     file, events = ReportFile(folder, 0), Events()
-    recorder = Recorder(backend, clock=0.0, traced=frozenset(), finished=lambda measured: file.write([measured.step]))
+    recorder = Recorder(backend, origin=0, traced=frozenset(), finished=lambda measured: file.write([measured.step]))
     remove = events.observe(recorder)
 
     def step(count):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 from neuron_accel_report.records import (
@@ -21,9 +22,10 @@ from neuron_accel_report.records import (
     to_line,
     traffic_table,
 )
+from neuron_accel_report.summary import summarise
 from neuron_accel_report.trace import trace
 from neuron_accel_report.trace_command import numbers
-from report_support import main
+from report_support import bound, main
 
 from neuron_accel.errors import ConfigurationError
 
@@ -50,7 +52,14 @@ def header(rank, world_size=2, **changes):
 
 def step(number, start, communication=0.0, **changes):
     parts = {**BUSY, **changes.pop("parts", {}), "communication": communication}
-    return Step(step=number, time=start, seconds=sum(parts.values()), parts=parts, **changes)
+    begin = round(start * 1e9)
+    return Step(step=number, begin=begin, end=begin + round(sum(parts.values()) * 1e9), parts=parts, **changes)
+
+
+def span(name, category, start, seconds, number=0, **arguments):
+    begin = round(start * 1e9)
+    end = begin + round(seconds * 1e9)
+    return Range(step=number, name=name, category=category, begin=begin, end=end, arguments=arguments)
 
 
 def write(folder, *ranks, end=True):
@@ -64,8 +73,8 @@ def write(folder, *ranks, end=True):
 def test_a_run_is_read_as_it_was_written(tmp_path):
     full = Step(
         step=3,
-        time=101.5,
-        seconds=0.25,
+        begin=1_500_000_001,
+        end=1_750_000_001,
         samples=8,
         tokens=4096,
         micro_batches=2,
@@ -83,17 +92,18 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
         own_seconds=0.001,
     )
     first = header(0, predicted=Prediction(traffic=(Collectives(op="send", group="pp", count=1, bytes=2),)))
-    span = Range(step=3, name="forward", category="part", start=101.6, seconds=0.1, arguments={"bytes": 3})
-    write(tmp_path, [first, full, span, End(time=102.0, steps=1)], [header(1), full])
+    forward = span("forward", "part", 1.6, 0.1, 3, bytes=3)
+    write(tmp_path, [first, full, forward, End(time=1_800_000_000, steps=1)], [header(1), full])
     run = read_run(tmp_path)
     assert run.header == first
-    assert run.ranks[0].ranges == (span,)
-    assert run.ranks[0].end == End(time=102.0, steps=1)
+    assert run.ranks[0].ranges == (forward,)
+    assert run.ranks[0].end == End(time=1_800_000_000, steps=1)
     assert run.ranks[1].end is None
     (found,) = run.ranks[0].steps
     assert math.isnan(found.loss)
     assert found.grad_norm == float("inf")
     assert to_line(found) == to_line(full)
+    assert (found.begin, found.seconds) == (1_500_000_001, 0.25)
     assert not run.missing_ranks
     assert list(run.by_step) == [3]
     json.loads(to_line(full), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -114,15 +124,16 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
         ("{", "not JSON"),
         ("[]", "'kind'"),
         ('{"kind": "stop"}', "'kind'"),
-        ('{"kind": "step", "step": 1}', "lacks time, seconds"),
-        ('{"kind": "step", "step": true, "time": 1, "seconds": 1}', "field 'step': True is not an integer"),
-        ('{"kind": "step", "step": 1, "time": "1", "seconds": 1}', "field 'time': '1' is not a number"),
-        ('{"kind": "step", "step": 1, "time": 1, "seconds": 1, "lr": 1}', "field 'lr': 1 is not a list"),
-        ('{"kind": "step", "step": 1, "time": 1, "seconds": 1, "memory": 1}', "field 'memory': 1 is not an object"),
-        ('{"kind": "step", "step": 1, "time": 1, "seconds": 1, "parts": {"a": null}}', "None is not a number"),
-        ('{"kind": "step", "step": 1, "time": 1, "seconds": 1, "collectives": [{"op": "a"}]}', "lacks group"),
-        ('{"kind": "range", "step": 1, "name": "a", "category": "b", "start": 1, "seconds": 1}', "'b' is not one of"),
-        ('{"kind": "end", "time": 1e999, "steps": 1.0}', "1.0 is not an integer"),
+        ('{"kind": "step", "step": 1}', "lacks begin, end"),
+        ('{"kind": "step", "step": true, "begin": 1, "end": 1}', "field 'step': True is not an integer"),
+        ('{"kind": "step", "step": 1, "begin": 1.5, "end": 1}', "field 'begin': 1.5 is not an integer"),
+        ('{"kind": "step", "step": 1, "begin": 1, "end": 1, "loss": "1"}', "field 'loss': '1' is not a number"),
+        ('{"kind": "step", "step": 1, "begin": 1, "end": 1, "lr": 1}', "field 'lr': 1 is not a list"),
+        ('{"kind": "step", "step": 1, "begin": 1, "end": 1, "memory": 1}', "field 'memory': 1 is not an object"),
+        ('{"kind": "step", "step": 1, "begin": 1, "end": 1, "parts": {"a": null}}', "None is not a number"),
+        ('{"kind": "step", "step": 1, "begin": 1, "end": 1, "collectives": [{"op": "a"}]}', "lacks group"),
+        ('{"kind": "range", "step": 1, "name": "a", "category": "b", "begin": 1, "end": 1}', "'b' is not one of"),
+        ('{"kind": "end", "time": 1, "steps": 1.0}', "1.0 is not an integer"),
     ],
 )
 def test_a_line_that_is_wrong_is_an_error_with_its_place(line, why, tmp_path):
@@ -135,12 +146,14 @@ def test_a_line_that_is_wrong_is_an_error_with_its_place(line, why, tmp_path):
     assert why in error.value.why
 
 
-def test_fields_of_later_versions_are_ignored_and_later_formats_are_not(tmp_path):
+def test_fields_of_later_versions_are_ignored_and_other_formats_are_refused(tmp_path):
     data = json.loads(to_line(step(0, 1.0)))
     assert from_line(json.dumps({**data, "temperature": 3}), "here") == step(0, 1.0)
-    write(tmp_path, [header(0, version=2)])
-    with pytest.raises(ConfigurationError, match="version 2"):
-        read_run(tmp_path)
+    for version in (1, 3):
+        write(tmp_path, [header(0, version=version)])
+        for read in (read_run, summarise):
+            with pytest.raises(ConfigurationError, match=f"version {version} of the format, and this reads version 2"):
+                read(tmp_path)
 
 
 def test_what_is_no_run_is_an_error(tmp_path):
@@ -202,24 +215,17 @@ def test_traffic_is_compared_with_a_prediction(tmp_path):
 # ---- traces ----------------------------------------------------------------------------------------------------------
 def traced(folder):
     def rank(index):
-        start = 100.0 + index * 0.001
+        start = 1.0 + index * 0.001
         return [
             header(index),
             *(step(number, start + number * 0.1) for number in range(6)),
             *(
-                span
+                each
                 for number in (3, 4)
                 for begin in (start + number * 0.1,)
-                for span in (
-                    Range(step=number, name="forward", category="part", start=begin, seconds=0.05),
-                    Range(
-                        step=number,
-                        name="all_reduce",
-                        category="collective",
-                        start=begin + 0.01,
-                        seconds=0.02,
-                        arguments={"group": "dp", "ranks": [0, 1]},
-                    ),
+                for each in (
+                    span("forward", "part", begin, 0.05, number),
+                    span("all_reduce", "collective", begin + 0.01, 0.02, number, group="dp", ranks=[0, 1]),
                 )
             ),
         ]
@@ -265,44 +271,38 @@ def test_a_trace_has_the_steps_of_every_rank_in_one_time(options, steps, ranges,
     inner = [event for event in spans if event["cat"] != "step"]
     assert len(inner) == ranges
     first, second = (min(e["ts"] for e in spans if e["pid"] == pid) for pid in (0, 1))
-    assert first == 0
-    assert second == pytest.approx(1000, abs=1)  # rank 1 began a millisecond later
+    assert first == 1e6 + min(steps) * 1e5  # since the run began, whichever steps are chosen
+    assert second == first + 1000  # rank 1 began a millisecond later
     captured = capsys.readouterr()
     assert "ui.perfetto.dev" in captured.out
     assert not captured.err
 
 
 def test_no_event_of_a_track_overlaps_another(tmp_path):
-    """Perfetto discards a complete event that begins before the one ahead of it on its track has ended. Numbers of Unix
-    time are 238 ns apart, so that a step, its start and duration, can end after the start of the next."""
+    """Each nanosecond is read as it was written: a step ends where the next one begins, a range where its neighbour
+    does."""
 
     def rank(index):
-        start, records = 1_795_000_000.0 + index * 1e-4, [header(index)]
-        for number in range(200):
-            seconds = 0.0123456789 + number * 1.7e-8
-            half = start + seconds / 2
+        begin, records = index, [header(index)]
+        for number in range(1500):
+            end = begin + 1001 + 17 * number
+            half = (begin + end) // 2
             records += [
-                Step(step=number, time=start, seconds=seconds, parts={"forward": seconds}),
-                Range(step=number, name="forward", category="part", start=start, seconds=half - start + 2e-7),
-                Range(step=number, name="inner", category="user", start=start, seconds=half - start + 4e-7),
-                Range(step=number, name="backward", category="part", start=half, seconds=start + seconds - half),
+                Step(step=number, begin=begin, end=end),
+                Range(step=number, name="forward", category="part", begin=begin, end=half),
+                Range(step=number, name="inner", category="user", begin=begin, end=half),
+                Range(step=number, name="backward", category="part", begin=half, end=end),
             ]
-            start += seconds
+            begin = end
         return records
 
     found = trace(read_run(write(tmp_path / "run", rank(0), rank(1))))["traceEvents"]
+    assert bound(found) == []  # and every range is inside of that around it
     for pid in (0, 1):
-        for tid in (0, 1):
-            spans = [event for event in found if (event["ph"], event["pid"], event["tid"]) == ("X", pid, tid)]
-            open_ends: list[int] = []
-            for event in spans:
-                begin, end = (round(1e3 * time) for time in (event["ts"], event["ts"] + event["dur"]))
-                while open_ends and open_ends[-1] <= begin:
-                    open_ends.pop()
-                assert tid == 1 or not open_ends  # steps are apart
-                assert not open_ends or end <= open_ends[-1], event
-                open_ends.append(end)
-            assert len(spans) == (200 if tid == 0 else 600)
+        steps = [event for event in found if (event["ph"], event["pid"], event["tid"]) == ("X", pid, 0)]
+        times = [(int(event["ts"] * 1000.0), int(event["dur"] * 1000.0)) for event in steps]
+        assert len(steps) == 1500
+        assert all(begin + taken == following for (begin, taken), (following, _) in pairwise(times))
 
 
 def test_a_trace_has_counters_and_arrows(tmp_path):
@@ -310,11 +310,11 @@ def test_a_trace_has_counters_and_arrows(tmp_path):
 
     def rank(index, late):
         memory = Memory(host=100 + index)
-        records = [header(index), step(0, 100.0, loss=1.5, memory=memory), step(1, 100.1, loss=float("nan"))]
+        records = [header(index), step(0, 0.0, loss=1.5, memory=memory), step(1, 0.1, loss=float("nan"))]
         for number, name in enumerate(("all_reduce", "all_gather", "all_reduce")):
-            given = {"ranks": [0, 1] if number < 2 else [index], "op": name}
-            start = 100.0 + number * 0.01 + (0.002 if late == number else 0.0)
-            records.append(Range(step=0, name=name, category="collective", start=start, seconds=0.005, arguments=given))
+            start = number * 0.01 + (0.002 if late == number else 0.0)
+            ranks = [0, 1] if number < 2 else [index]
+            records.append(span(name, "collective", start, 0.005, ranks=ranks, op=name, call=number))
         return records
 
     found = trace(read_run(write(tmp_path / "run", rank(0, 0), rank(1, 1))), steps=[0, 1])["traceEvents"]
@@ -328,13 +328,62 @@ def test_a_trace_has_counters_and_arrows(tmp_path):
     ]
     steps = [event["args"].get("loss") for event in found if event.get("cat") == "step" and event["pid"] == 0]
     assert steps == [1.5, "nan"]
-    arrows = [(e["name"], e["ph"], e["pid"], e["ts"]) for e in found if e["ph"] in "sf"]
+    arrows = [(e["name"], e["ph"], e["id"], e["pid"], e["ts"]) for e in found if e["ph"] in "sf"]
     assert arrows == [
-        ("all_reduce", "s", 0, pytest.approx(2000)),
-        ("all_reduce", "f", 1, pytest.approx(5000)),
-        ("all_gather", "s", 1, pytest.approx(12000)),
-        ("all_gather", "f", 0, pytest.approx(15000)),
+        ("all_reduce", "s", 1, 0, 2000),
+        ("all_reduce", "f", 1, 1, 4999.999),
+        ("all_gather", "s", 2, 1, 12000),
+        ("all_gather", "f", 2, 0, 14999.999),
     ]
+    assert all(type(e["id"]) is int for e in found if e["ph"] in "sf")  # which Perfetto reads, or hexadecimal text
+    assert [(name, first["pid"], last["pid"]) for name, first, last in bound(found)] == [
+        ("all_reduce", 0, 1),
+        ("all_gather", 1, 0),
+    ]
+
+
+def test_an_arrow_ends_in_the_wait_for_its_collective(tmp_path):
+    """Collectives that were started before are waited for later, while others are called and waited for."""
+
+    def rank(index, *ranges):
+        names = {"a": "reduce_scatter", "b": "all_gather"}
+        given = {"ranks": [0, 1]}
+        return [
+            header(index),
+            Step(step=0, begin=0, end=1000),
+            *(
+                Range(
+                    step=0,
+                    name=names[which],
+                    category="collective",
+                    begin=begin,
+                    end=end,
+                    arguments=given | {"call": which},
+                )
+                if kind == "call"
+                else Range(
+                    step=0,
+                    name=f"wait for {names[which]}",
+                    category="wait",
+                    begin=begin,
+                    end=end,
+                    arguments={"call": which},
+                )
+                for kind, which, begin, end in ranges
+            ),
+        ]
+
+    early = rank(0, ("call", "a", 10, 20), ("call", "b", 20, 30), ("wait", "b", 40, 200), ("wait", "a", 200, 300))
+    late = rank(1, ("call", "a", 60, 70), ("call", "b", 100, 110), ("wait", "a", 110, 250), ("wait", "b", 260, 270))
+    events = trace(read_run(write(tmp_path / "run", early, late)))["traceEvents"]
+    found = [(name, first["pid"], first["name"], last["pid"], last["name"]) for name, first, last in bound(events)]
+    assert sorted(found) == [
+        ("all_gather", 1, "all_gather", 0, "wait for all_gather"),
+        ("reduce_scatter", 1, "reduce_scatter", 0, "wait for reduce_scatter"),
+    ]
+    # a rank that has waited in a step that is not there has no range to which an arrow could lead
+    events = trace(read_run(write(tmp_path / "other", early[:4], late)))["traceEvents"]
+    assert not [event for event in events if event["ph"] in "sf"]
 
 
 def test_steps_that_were_not_traced_are_in_the_trace_and_named(tmp_path, capsys):

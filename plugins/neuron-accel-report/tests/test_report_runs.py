@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from neuron_accel_report.page import facts
+from neuron_accel_report.plugin import commit_of
 from neuron_accel_report.records import PARTS, read_run, stragglers
-from report_support import llama, token_batches
+from neuron_accel_report.summary import summarise
+from neuron_accel_report.trace import trace
+from report_support import bound, llama, token_batches
 
 from neuron_accel.testing import run_ranks
 
@@ -98,7 +107,7 @@ COMPOSITIONS = {
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_parts_add_up_to_the_wall_time_of_the_steps(name, tmp_path):
     plugins, ranks, accumulation = COMPOSITIONS[name]
-    results, report = run(tmp_path, plugins, ranks, accumulation=accumulation)
+    results, report = run(tmp_path, plugins, ranks, accumulation=accumulation, options={"trace_steps": [1, 2]})
     assert [each.rank for each in report.ranks] == list(range(ranks))
     assert not report.missing_ranks
     for each, result in zip(report.ranks, results, strict=True):
@@ -118,7 +127,7 @@ def test_parts_add_up_to_the_wall_time_of_the_steps(name, tmp_path):
             assert step.tokens == step.samples * token_batches(1, size=1)[0]["input_ids"].shape[1]
             assert not step.skipped
         for step, following in pairwise(steps):
-            assert step.time + step.seconds == pytest.approx(following.time, abs=1e-5)
+            assert step.end == following.begin
         total = sum(step.seconds for step in steps)
         assert result["wall"] / 2 < total < result["wall"]  # the clock of the loop may be read long before and after
         assert [step.grad_norm for step in steps] == pytest.approx(result["norms"])
@@ -135,6 +144,14 @@ def test_parts_add_up_to_the_wall_time_of_the_steps(name, tmp_path):
         assert sum(sent[1:]) == result["sent"][-1] - result["sent"][0]
         assert all(row.seconds is not None for step in steps for row in step.collectives)
         assert each.end.steps == len(steps)
+        assert steps[0].begin > 0
+        assert steps[-1].end < each.end.time
+    # each end of an arrow is in its own collective, or in the wait for it
+    arrows = bound(trace(report)["traceEvents"])
+    assert arrows
+    for name, *ends in arrows:
+        assert all(end["name"] in (name, f"wait for {name}") for end in ends), (name, ends)
+        assert ends[0]["pid"] != ends[1]["pid"]
 
 
 def test_a_rank_that_sleeps_is_named_with_its_step(tmp_path, capfd):
@@ -156,10 +173,18 @@ def test_a_rank_that_sleeps_is_named_with_its_step(tmp_path, capfd):
 
 def test_ranges_of_traced_steps_nest(tmp_path):
     _, report = run(tmp_path, [PIPELINE], 2, options={"trace_steps": [2, 3]}, user=True)
-    assert report.header.model == "LlamaForCausalLM"
-    assert report.header.command.split()
-    assert {"python", "accelerate", "transformers"} <= report.header.versions.keys()
-    assert report.header.options["run_report"]["trace_steps"] == "(2, 3)"
+    head = dict(facts([summarise(tmp_path)]))
+    assert head["model"] == "LlamaForCausalLM"
+    assert head["command"] == shlex.join(sys.argv)
+    versions = {"neuron_accel", "torch", "python", "accelerate", "transformers"}
+    assert {entry.split()[0] for entry in head["versions"].split(", ")} == versions
+    assert f"torch {torch.__version__}, python {platform.python_version()}" in head["versions"]
+    assert "pipeline_parallel: pipeline_parallel_size 2, num_microbatches 2" in head["options"]
+    assert "trace_steps (2, 3)" in head["options"]
+    names = ("samples of a step", "gradient accumulation", "mixed precision", "seed")
+    assert [head[name] for name in names] == ["2", "1", "no", "0"]
+    assert head["optimizer"].startswith("AdamW: betas (0.9, 0.999), ")
+    assert "eps 1e-06, lr 0.01, weight_decay 0.01" in head["optimizer"]
     for each in report.ranks:
         names = {r.name for r in each.ranges}
         assert {r.step for r in each.ranges} == {2, 3}
@@ -179,13 +204,12 @@ def test_ranges_of_traced_steps_nest(tmp_path):
         assert any(r.name == "data_parallel.after_backward" for r in each.ranges)
         # by its ranks a trace finds a collective on the others
         assert [0, 1] in [r.arguments.get("ranks") for r in each.ranges if r.category == "collective"]
-        spans = sorted((r.start, -r.seconds, r.name) for r in each.ranges)
-        open_ends: list[float] = []
-        for start, negative, _ in spans:
-            while open_ends and open_ends[-1] <= start + 1e-7:
+        open_ends: list[int] = []
+        for begin, end in sorted(((r.begin, r.end) for r in each.ranges), key=lambda times: (times[0], -times[1])):
+            while open_ends and open_ends[-1] <= begin:
                 open_ends.pop()
-            assert not open_ends or start - negative <= open_ends[-1] + 1e-7
-            open_ends.append(start - negative)
+            assert not open_ends or end <= open_ends[-1]
+            open_ends.append(end)
 
 
 def test_loaders_without_their_first_batches_and_checkpoints_count(tmp_path):
@@ -227,7 +251,7 @@ def write_to_a_full_device():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            file.write([End(time=0.0, steps=1)])
+            file.write([End(time=0, steps=1)])
         file.close()
     return [str(each.message) for each in caught]
 
@@ -236,6 +260,85 @@ def test_a_write_that_fails_warns_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (message,) = write_to_a_full_device()
     assert "No space left" in message
+
+
+# ---- how a run ends --------------------------------------------------------------------------------------------------
+KEPT: list = []
+
+
+def train_and_leave(folder, *, keep=True, fails=False):
+    """A loop without ``end_training``."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": [{"run_report": {"folder": folder, "show": "nothing"}}]})
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.wait_for_everyone()
+    if keep:
+        KEPT.append((accelerator, model, optimizer))
+    if fails:
+        sys.last_value = ValueError()  # as the interpreter does after an exception that nothing has caught
+    return read_run(folder).ranks[0].end
+
+
+@pytest.mark.parametrize(("case", "ended"), [({}, True), ({"keep": False}, True), ({"fails": True}, False)])
+def test_a_run_ends_when_the_interpreter_exits_without_an_exception(case, ended, tmp_path):
+    assert run_ranks(train_and_leave, 2, str(tmp_path), full_exit=True, **case) == [None, None]
+    for each in read_run(tmp_path).ranks:
+        assert [step.step for step in each.steps] == [0, 1]
+        assert (each.end is not None) == ended
+    assert summarise(tmp_path).ended == ended
+
+
+def leave_and_collect(folder):
+    """What of a run is left after its last user."""
+    import gc
+    import weakref
+
+    train_and_leave(folder)
+    gone = [weakref.ref(each) for each in (KEPT[0][0].run, KEPT[0][1])]
+    KEPT.clear()
+    gc.collect()
+    return [each() is None for each in gone], read_run(folder).ranks[0].end is not None
+
+
+def test_a_report_keeps_no_model_and_ends_with_its_run(tmp_path):
+    assert run_ranks(leave_and_collect, 1, str(tmp_path)) == [([True, True], True)]
+
+
+def test_a_script_that_fails_has_not_ended_its_run(tmp_path):
+    script = tmp_path / "train.py"
+    body = "from test_report_runs import train_and_leave\ntrain_and_leave('report')\nraise ValueError('on purpose')\n"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{body}")
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("ValueError: on purpose\n")
+    (each,) = read_run(tmp_path / "report").ranks
+    assert len(each.steps) == 2
+    assert each.end is None
+
+
+# ---- where a script comes from ---------------------------------------------------------------------------------------
+def test_the_commit_is_that_of_the_folder_if_git_answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert commit_of(tmp_path) == commit_of(tmp_path / "nowhere") == ""
+    if shutil.which("git") is not None:
+        repository = tmp_path / "repository"
+        (repository / "scripts").mkdir(parents=True)
+        git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+        for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+            subprocess.run([*git, *words], check=True, capture_output=True)
+        assert re.fullmatch("[0-9a-f]{40,64}", commit_of(repository / "scripts", seconds=60))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit_of(tmp_path) == ""
+    (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (tmp_path / "git").chmod(0o755)
+    began = time.monotonic()
+    assert commit_of(tmp_path, seconds=0.05) == ""
+    assert time.monotonic() - began < 30
 
 
 def resumed(folder, report):
@@ -335,15 +438,15 @@ AHEAD = 37.25
 
 def with_a_clock_of_its_own(folder):
     """Returns for each range of this rank's own the true time at which it was opened."""
-    import platform
     from unittest import mock
 
     from neuron_accel import NeuronAccelerator
 
-    rank, true = int(os.environ["RANK"]), time.time
+    rank, true, true_ns = int(os.environ["RANK"]), time.time, time.time_ns
     with (
         mock.patch.object(platform, "node", return_value=f"machine{rank}"),
         mock.patch.object(time, "time", side_effect=lambda: true() + AHEAD * rank),
+        mock.patch.object(time, "time_ns", side_effect=lambda: true_ns() + round(AHEAD * 1e9) * rank),
     ):
         report = {"folder": folder, "show": "nothing", "trace_steps": list(range(1, 9))}
         accelerator = NeuronAccelerator(config={"plugins": [{"run_report": report}]})
@@ -361,8 +464,6 @@ def with_a_clock_of_its_own(folder):
 
 
 def test_ranks_of_machines_with_different_clocks_are_in_one_time(tmp_path):
-    from neuron_accel_report.trace import trace
-
     results = run_ranks(with_a_clock_of_its_own, 2, str(tmp_path))
     report = read_run(tmp_path)
     first, second = (each.header for each in report.ranks)
@@ -371,9 +472,10 @@ def test_ranks_of_machines_with_different_clocks_are_in_one_time(tmp_path):
     assert abs(second.clock_offset + AHEAD) <= second.clock_error
     for each, opened in zip(report.ranks, results, strict=True):
         spans = [span for span in each.ranges if span.name == "now"]
-        differences = sorted(span.start - at for span, at in zip(spans, opened[1:], strict=True))
+        differences = sorted(first.started + span.begin / 1e9 - at for span, at in zip(spans, opened[1:], strict=True))
         middle = differences[len(differences) // 2]  # a rank may be interrupted between the two readings
         assert abs(middle) <= each.header.clock_error + 0.002
+    assert first.started == second.started
     assert trace(report)["otherData"]["clock_error"] == second.clock_error
 
 

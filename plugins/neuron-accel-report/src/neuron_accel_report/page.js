@@ -48,6 +48,10 @@
     return short(value, digits);
   }
 
+  function colourOf(run) {
+    return `var(--c${run % COLOURS})`;
+  }
+
   function stepOf(first, width) {
     return width > 1 ? `steps ${first} to ${first + width - 1}` : `step ${first}`;
   }
@@ -116,7 +120,7 @@
     html(tip, "strong", "", head);
     for (const [colour, text] of rows) {
       const row = html(tip, "div", "");
-      if (colour !== null) html(row, "span", "swatch").style.background = `var(--c${colour})`;
+      if (colour !== null) html(row, "span", "swatch").style.background = colour;
       row.append(text);
     }
   }
@@ -151,23 +155,24 @@
     const x = scaleX(width, range);
     const marks = log ? decades(low, high) : ticks(low, high, 5, false, chart.unit === "B" ? 1024 : 10);
     axes(svg, width, height, x, y, range, marks, chart.unit, by);
+    const smooth = [];
     for (const series of shown) {
-      const colour = series.run % COLOURS, points = series.points;
+      const colour = colourOf(series.run), points = series.points;
       if (series.width > 1) {
         const up = points.map(p => `${x(p[0]).toFixed(1)},${y(p[3]).toFixed(1)}`);
         const down = points.map(p => `${x(p[0]).toFixed(1)},${y(p[2]).toFixed(1)}`).reverse();
-        add(svg, "polygon", { points: [...up, ...down].join(" "), fill: `var(--c${colour})`, class: "band" });
+        add(svg, "polygon", { points: [...up, ...down].join(" "), fill: colour, class: "band" });
       }
       const line = values => points.map((p, n) => `${x(p[0]).toFixed(1)},${y(values[n]).toFixed(1)}`).join(" ");
-      if (is("smooth"))
-        add(svg, "polyline", { points: line(smoothed(points)), class: "line", stroke: `var(--c${colour})` });
       add(svg, "polyline", {
         points: line(points.map(p => p[1])), class: is("smooth") ? "line raw" : "line",
-        stroke: `var(--c${colour})`, "stroke-dasharray": DASHES[series.run % DASHES.length], "data-points": points.length,
+        stroke: colour, "stroke-dasharray": DASHES[series.run % DASHES.length], "data-points": points.length,
       });
+      if (is("smooth")) smooth.push({ points: line(smoothed(points)), class: "line", stroke: colour });
       if (points.length === 1)
-        add(svg, "circle", { cx: x(points[0][0]), cy: y(points[0][1]), r: 3.5, fill: `var(--c${colour})` });
+        add(svg, "circle", { cx: x(points[0][0]), cy: y(points[0][1]), r: 3.5, fill: colour });
     }
+    for (const line of smooth) add(svg, "polyline", line);  // on top of the others, of all runs
     if (cut !== null)
       add(svg, "text", { x: width - RIGHT, y: TOP + 10, "text-anchor": "end", class: "quiet" }, `cut off; the highest is ${format(cut, chart.unit)}`);
     const cross = add(svg, "line", { y1: TOP, y2: bottom, class: "cross", visibility: "hidden" });
@@ -182,7 +187,7 @@
           const band = point[2] < point[3] ? ` (${format(point[2], chart.unit)} to ${format(point[3], chart.unit)})` : "";
           const name = runs.length > 1 ? `${runs[series.run]}: ` : "";
           const other = point[0] === first[0] ? "" : `, ${stepOf(point[4] ?? point[0], series.width)}`;
-          return [series.run % COLOURS, `${name}${format(point[1], chart.unit)}${band}${other}`];
+          return [colourOf(series.run), `${name}${format(point[1], chart.unit)}${band}${other}`];
         })];
       },
     };
@@ -228,7 +233,7 @@
         }
       });
       add(svg, "polygon", {
-        points: [...up, ...down.reverse()].join(" "), fill: `var(--c${index % COLOURS})`, class: "area", "data-points": points.length,
+        points: [...up, ...down.reverse()].join(" "), fill: chart.colours[index], class: "area", "data-points": points.length,
       });
       below = above;
     });
@@ -241,7 +246,7 @@
         const point = points[Math.max(0, points.findLastIndex(p => p[0] <= step))];
         const total = point.slice(1).reduce((sum, value) => sum + value, 0);
         const rows = names.map((name, index) =>
-          [index % COLOURS, `${name}: ${format(point[index + 1], chart.unit)} (${Math.round(100 * point[index + 1] / (total || 1))} %)`]);
+          [chart.colours[index], `${name}: ${format(point[index + 1], chart.unit)} (${Math.round(100 * point[index + 1] / (total || 1))} %)`]);
         return [`${stepOf(point[0], chart.width)}: ${format(total, chart.unit)}`, rows.reverse()];
       },
     };

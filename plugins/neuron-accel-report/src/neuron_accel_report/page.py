@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
@@ -23,7 +23,7 @@ figure { position: relative; margin: 0.5em 0 1.2em; }
 figure:focus-visible { outline: 2px solid var(--c0); outline-offset: 2px; }
 .grid { stroke: var(--line); } .cross { stroke: var(--grey); stroke-dasharray: 3 3; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; } .band { opacity: 0.25; }
-.area { stroke: var(--paper); stroke-width: 0.5; } .empty { fill: var(--pale); } .hot { fill: var(--c1); }
+.area { stroke: var(--paper); stroke-width: 0.5; } .empty { fill: var(--pale); } .hot { fill: var(--warn); }
 svg .quiet { fill: var(--grey); } svg .late { font-weight: 700; }
 .tip { display: none; position: absolute; z-index: 1; pointer-events: none; max-width: 92%; padding: 0.4em 0.7em;
   font-size: 13px; background: var(--paper); border: 1px solid var(--line); border-radius: 6px;
@@ -69,6 +69,33 @@ class _Page:
     names: list[str]
     parts: list[str] = field(default_factory=list)
     charts: list[dict[str, Any]] = field(default_factory=list)
+    _colours: dict[str, str] = field(default_factory=dict)
+
+    def colour(self, name: str) -> str:
+        """The colour of a part, which no other part, kind of memory or collective has; the first ones are of runs."""
+        return self._colours.setdefault(name, colour(len(self.names) + len(self._colours)))
+
+    def legend(self, names: Sequence[str]) -> None:
+        entries = [
+            f'<li><span class="swatch" style="background:{self.colour(name)}"></span>{escape(name)}</li>'
+            for name in names
+        ]
+        self.parts.append(f'<ul class="legend">{"".join(entries)}</ul>')
+
+    def bars(self, rows: Sequence[tuple[str, Mapping[str, float], str]], names: Sequence[str]) -> None:
+        """Stacked bars, a row each, with a total behind it."""
+        longest = max((sum(parts.values()) for _, parts, _ in rows), default=0) or 1
+        lines = []
+        for name, parts, total in rows:
+            pieces = "".join(
+                f'<i style="width:{66 * parts[part] / longest:.2f}%;background:{self.colour(part)}" '
+                f'title="{escape(part)}"></i>'
+                for part in names
+                if parts.get(part, 0) > 0
+            )
+            bar = f'<div class="bar">{pieces}<b>{escape(total)}</b></div>'
+            lines.append(f'<div class="name">{escape(name)}</div>{bar}')
+        self.parts.append(f'<div class="bars">{"".join(lines)}</div>')
 
     def heading(self, text: str, note: str = "") -> None:
         self.parts.append(f"<h2>{escape(text)}</h2>")
@@ -182,30 +209,6 @@ def _run_legend(names: Sequence[str]) -> str:
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
-def _legend(names: Sequence[str]) -> str:
-    entries = [
-        f'<li><span class="swatch" style="background:{colour(index)}"></span>{escape(name)}</li>'
-        for index, name in enumerate(names)
-    ]
-    return f'<ul class="legend">{"".join(entries)}</ul>'
-
-
-def _bars(rows: Iterable[tuple[str, Mapping[str, float], str]], names: Sequence[str]) -> str:
-    """Stacked bars, a row each, with a total behind it."""
-    rows = list(rows)
-    longest = max((sum(parts.values()) for _, parts, _ in rows), default=0) or 1
-    lines = []
-    for name, parts, total in rows:
-        pieces = "".join(
-            f'<i style="width:{66 * parts[part] / longest:.2f}%;background:{colour(index)}" title="{escape(part)}"></i>'
-            for index, part in enumerate(names)
-            if parts.get(part, 0) > 0
-        )
-        bar = f'<div class="bar">{pieces}<b>{escape(total)}</b></div>'
-        lines.append(f'<div class="name">{escape(name)}</div>{bar}')
-    return f'<div class="bars">{"".join(lines)}</div>'
-
-
 def _points(series: Series) -> list[list[float]]:
     return [[step, *map(_round, values)] for step, *values in series.points]
 
@@ -219,7 +222,7 @@ def _parts(made: _Page, runs: Sequence[RunSummary]) -> None:
     if not names:
         return
     made.heading("Parts of a step", "mean of the ranks; what is called inside another part counts for itself only")
-    made.parts.append(_legend(names))
+    made.legend(names)
     for run in runs:
         if run.steps == 0:
             continue
@@ -231,12 +234,12 @@ def _parts(made: _Page, runs: Sequence[RunSummary]) -> None:
             [step, *(_round(each.get(step, 0.0) / count) for each in sums)] for step, count in first.counts.items()
         ]
         chart = {"kind": "areas", "title": f"Parts of a step: {run.name}", "unit": "s", "names": names}
-        made.chart({**chart, "width": first.width, "points": points})
+        made.chart({**chart, "colours": [*map(made.colour, names)], "width": first.width, "points": points})
     rows = []
     for run in runs:
         parts = {part: run.part_seconds.get(part, 0.0) / max(run.steps, 1) for part in names}
         rows.append((run.name, parts, f"{format_seconds(sum(parts.values()))} a step"))
-    made.parts.append(_bars(rows, names))
+    made.bars(rows, names)
     made.parts.append(table(["a step on average", *made.names], part_rows(runs)))
 
 
@@ -290,14 +293,14 @@ def _memory(made: _Page, runs: Sequence[RunSummary]) -> None:
     if found:
         names = list(dict.fromkeys(part for parts in found.values() for part in parts))
         made.heading("Memory by part", "of the rank and the step with most memory")
-        made.parts += [_legend(names)]
+        made.legend(names)
         rows = []
         for run in runs:
             if run.name in found:
                 assert run.memory is not None
                 at = f"rank {run.memory[0]}, step {run.memory[1]}"
                 rows.append((f"{run.name}: {at}", found[run.name], format_bytes(sum(found[run.name].values()))))
-        made.parts.append(_bars(rows, names))
+        made.bars(rows, names)
         made.parts.append(
             table(
                 ["part", *found],
@@ -348,7 +351,8 @@ def _traffic(made: _Page, runs: Sequence[RunSummary]) -> None:
                 bars.append((f"{before}{group}, predicted", predicted, format_bytes(sum(predicted.values()))))
             measured = {row.op: float(row.bytes) for row in rows}
             bars.append((f"{before}{group}, measured", measured, format_bytes(sum(measured.values()))))
-    made.parts += [_legend(ops), _bars(bars, ops)]
+    made.legend(ops)
+    made.bars(bars, ops)
     for run in runs:
         if run.traffic:
             if len(runs) > 1:
@@ -458,12 +462,20 @@ def facts(runs: Sequence[RunSummary]) -> list[list[str]]:
             for plugin, given in header.options.items()
         )
         others = "".join(f", {name} {version}" for name, version in header.versions.items())
+        given = ", ".join(f"{name} {value}" for name, value in header.hyperparameters.items())
+        optimizer = f"{header.optimizer}: {given}" if given else header.optimizer
         named = {
             "model": header.model or None,
             "command": header.command or None,
+            "commit": header.commit or None,
             "ranks": f"{header.world_size}, {mesh}" if mesh else str(header.world_size),
             "plugins": ", ".join(header.plugins) or "none",
             "options": options or None,
+            "optimizer": optimizer or None,
+            "samples of a step": None if header.global_batch is None else f"{header.global_batch:,}",
+            "gradient accumulation": _number(header.gradient_accumulation_steps),
+            "mixed precision": header.mixed_precision or None,
+            "seed": None if header.seed is None else str(header.seed),
             "device": f"{header.device}, {header.backend}" + (f", {header.instance}" if header.instance else ""),
             "versions": f"neuron_accel {header.neuron_accel}, torch {header.torch}{others}",
             "parameters": None if header.parameters is None else f"{header.parameters:,}",

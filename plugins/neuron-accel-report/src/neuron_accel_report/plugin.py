@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -10,10 +11,12 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -49,6 +52,10 @@ if TYPE_CHECKING:
 _MEMORY_EVERY = 10
 """Steps between two counts of the bytes of parameters, gradients and optimizer states, which seldom change."""
 _CLOCK_ROUNDS = 9
+_GIT_S = 0.5
+"""Seconds after which git is not waited for."""
+_VALUES = 4
+"""Values of a hyperparameter that are named, where parameter groups differ."""
 _PATTERN = "rank-*.jsonl"
 PLAN = "plan.txt"
 """File with the description of the plan, beside those of the ranks."""
@@ -72,6 +79,9 @@ class RunReportPlugin(StrategyPlugin):
     and gradient norm are read when they are there, without a further execution, so on accelerators the line of a step
     is written at the end of the next one. If a file cannot be written, one warning is issued and the report ends; the
     training continues.
+
+    The last line says that the run has ended in order: after ``end_training`` or ``free_memory``, or when the
+    interpreter exits without an exception.
 
     Args:
         folder: the folder of the report, on each machine. Files of an earlier run in it are moved to a folder
@@ -151,7 +161,7 @@ class RunReportPlugin(StrategyPlugin):
         """Keeps learning rates, and counts memory every few steps."""
         report = self._report(run)
         if report is not None:
-            report.stepped(optimizer)
+            report.stepped(optimizer, run)
 
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
         """Saves the number of steps."""
@@ -192,16 +202,24 @@ class Report:
     """
 
     def __init__(self, options: RunReportPlugin, run: Run) -> None:
-        self._options, self._run, backend = options, run, run.backend
+        backend = run.backend
+        # An exit handler keeps this object, which must not keep models.
+        self._options, self._run, self._backend, self._hardware = options, weakref.ref(run), backend, run.hardware
         self._prediction, self._operations = _read_prediction(options.predicted, backend.rank)
         earlier = f"earlier-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self._file = ReportFile(options.folder, backend.rank)
+        self._commit = ""
         if backend.rank == 0:
             self._file.move_earlier(earlier)
-        self._name, earlier = backend.broadcast_object((uuid.uuid4().hex[:12], earlier), run.world)
+            script = getattr(sys.modules.get("__main__"), "__file__", None)
+            self._commit = "" if script is None else commit_of(Path(script).resolve().parent)
+        self._name, earlier, self._started = backend.broadcast_object(
+            (uuid.uuid4().hex[:12], earlier, time.time_ns()), run.world
+        )
         self._file.move_earlier(earlier, self._name)
-        self._started = time.time()
         self._clock, self._clock_error = clock_offset(run)
+        since = time.time_ns() + round(self._clock * 1e9) - self._started
+        self._origin = time.perf_counter_ns() - since  # when the run began, by this process
         self._board: Board | None = backend.board() if options.compare_every and run.world.size > 1 else None
         self._display: Display | None = None
         if backend.rank == 0:
@@ -218,11 +236,15 @@ class Report:
         self._steps = 0
         with ExitStack() as stack:
             self.recorder = Recorder(
-                backend, clock=self._clock, traced=frozenset(options.trace_steps), finished=self._finished
+                backend, origin=self._origin, traced=frozenset(options.trace_steps), finished=self._finished
             )
             stack.callback(self.recorder.close)
             stack.callback(run.events.observe(self.recorder))
             self._observing = stack.pop_all()
+        self._process, self._error = os.getpid(), _last_error()
+        atexit.register(self._left)
+        self._freed = weakref.finalize(run, self._left)
+        self._freed.atexit = False  # exit handlers of devices run before those of weakref
 
     # ---- what hooks tell ---------------------------------------------------------------------------------------------
     def keep(self, name: str, value: torch.Tensor) -> None:
@@ -246,13 +268,13 @@ class Report:
                 seen.tokens = (seen.tokens or 0) + first.numel()
         self._spent(began)
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         began, seen = time.perf_counter(), self.recorder.observed
         seen.stepped = True
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         seen.lr = tuple(float(lr) for lr in rates if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu")
         if self.recorder.step < 2 or not self.recorder.step % _MEMORY_EVERY:
-            self.recorder.memory = _memory_of(self._run, optimizer)
+            self.recorder.memory = _memory_of(run, optimizer)
         self._spent(began)
 
     def _spent(self, began: float) -> None:
@@ -274,8 +296,8 @@ class Report:
     def _count_parameters(self) -> None:
         """Counts parameters, and the operations for a token: a matrix takes 2 for each of its elements in the forward
         pass and 2 for its input's gradient, and 2 more if it trains."""
-        elements = 0
-        for model in self._run.models[:1]:
+        elements, run = 0, self._run()
+        for model in [] if run is None else run.models[:1]:
             for record in model.parameters:
                 size = torch.Size(record.layout.shape).numel()
                 elements += size
@@ -294,17 +316,19 @@ class Report:
             "flops": (flops := self._flops(measured.step)),
             "mfu": self._utilization(flops, measured.step),
         }
-        step = Step(**{**vars(measured.step), **values})
+        step, run = Step(**{**vars(measured.step), **values}), self._run()
         if not self._has_header:
+            if run is None:  # freed after its first step, before its values were read
+                return
             self._has_header = True
-            self._file.write([self._header(measured.step.micro_batches)])
-            if self._run.backend.rank == 0:
-                self._file.write_plan(self._run.plan.explain())
+            self._file.write([self._header(run, step)])
+            if self._backend.rank == 0:
+                self._file.write_plan(run.plan.explain())
         self._file.write([step, *measured.ranges])
         self._steps += 1
         self._compare(step)
-        if self._options.track and self._run.has_trackers():
-            self._run.log(figures(step), step.step)
+        if self._options.track and run is not None and run.has_trackers():
+            run.log(figures(step), step.step)
         if self._display is not None:
             try:
                 self._display.show(step, self._late, self._replicas)
@@ -319,14 +343,14 @@ class Report:
         return step.tokens * self._flops_per_token / self._sharers
 
     def _utilization(self, flops: float | None, step: Step) -> float | None:
-        peak = None if self._run.hardware is None else self._run.hardware.peak_flops
+        peak = None if self._hardware is None else self._hardware.peak_flops
         if peak is None or flops is None or step.training_seconds <= 0:
             return None
         return flops / step.training_seconds / peak
 
-    def _header(self, micro_batches: int) -> Header:
-        run, hardware = self._run, self._run.hardware
-        backend = run.backend
+    def _header(self, run: Run, step: Step) -> Header:
+        hardware, backend = self._hardware, self._backend
+        optimizer = next((each for each in run.optimizers if id(each) == self.recorder.optimizer), None)
         return Header(
             run=self._name,
             rank=backend.rank,
@@ -344,14 +368,21 @@ class Report:
             neuron_accel=_version("neuron-accel"),
             clock_offset=self._clock,
             clock_error=self._clock_error,
-            started=self._started + self._clock,
+            started=self._started / 1e9,
             predicted=self._prediction,
-            micro_batches=micro_batches,
+            micro_batches=step.micro_batches,
+            mixed_precision="" if optimizer is None else getattr(optimizer.accelerator_state, "mixed_precision", ""),
+            gradient_accumulation_steps=None if optimizer is None else optimizer.gradient_state.num_steps,
+            global_batch=None if step.samples is None else step.samples * self._replicas,
+            seed=torch.initial_seed(),
+            optimizer="" if optimizer is None else type(optimizer.given).__name__,
+            hyperparameters={} if optimizer is None else hyperparameters(optimizer.given),
             model=type(run.models[0].inner).__name__ if run.models else "",
             command=Redactor(os.environ)(shlex.join(sys.argv)),
             options={plugin.spec.name: found for plugin in run.plan.plugins if (found := _options(plugin))},
             versions={"python": platform.python_version()}
             | {name: _version(name) for name in ("accelerate", "transformers") if name in sys.modules},
+            commit=self._commit,
         )
 
     def _compare(self, step: Step) -> None:
@@ -364,35 +395,46 @@ class Report:
                 self._board = None
 
     def _exchange(self, step: Step, board: Board) -> None:
-        if self._compared is not None and self._run.backend.rank == 0:
+        if self._compared is not None and self._backend.rank == 0:
             ranks = {}
-            for rank in range(self._run.backend.world_size):
+            for rank in range(self._backend.world_size):
                 left = board.get(self._key(self._compared, rank))
                 found = None if left is None else json.loads(left)
                 if found is not None and found["step"] == self._compared:
-                    ranks[rank] = Step(step=found["step"], time=0.0, seconds=found["seconds"], parts=found["parts"])
+                    ranks[rank] = Step(step=found["step"], begin=0, end=found["nanoseconds"], parts=found["parts"])
             self._late = stragglers_of(self._compared, ranks)
         self._compared = None
         if (step.step + 1) % self._options.compare_every == 0:
-            note = json.dumps({"step": step.step, "seconds": step.seconds, "parts": dict(step.parts)})
-            board.put(self._key(step.step, self._run.backend.rank), note.encode())
+            note = {"step": step.step, "nanoseconds": step.end - step.begin, "parts": dict(step.parts)}
+            board.put(self._key(step.step, self._backend.rank), json.dumps(note).encode())
             self._compared = step.step
 
     def _key(self, step: int, rank: int) -> str:
         """Key of a rank's note. It differs from that of the previous note, which may not have been read yet."""
         return f"run_report/{self._name}/{rank}/{step // self._options.compare_every % 2}"
 
+    def _left(self) -> None:
+        """Ends the report of a run that nothing has ended, when it is freed or the interpreter exits. If an exception
+        was not caught, the run has not ended in order."""
+        if os.getpid() == self._process and _last_error() == self._error:
+            self._board = None  # other ranks may be gone
+            with contextlib.suppress(Exception):  # what can be read now is
+                self.close()
+
     def close(self) -> None:
         """Writes the rest, and ends the report."""
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._left)
+        self._freed.detach()
         last, self._waiting_for_values = self._waiting_for_values, None
         if last is not None:
             self._emit(last)
         self._observing.close()
         if self._has_header:
-            self._file.write([*self.recorder.rest(), End(time=time.time() + self._clock, steps=self._steps)])
+            now = time.perf_counter_ns() - self._origin
+            self._file.write([*self.recorder.rest(), End(time=now, steps=self._steps)])
         self._file.close()
         if self._display is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -597,6 +639,43 @@ def clock_offset(run: Run) -> tuple[float, float]:
     if hosts[0] == platform.node():
         return 0.0, 0.0
     return (least + most) / 2, abs(most - least) / 2
+
+
+def _last_error() -> int:
+    """The ``id`` of the last exception that no code has caught, which is not kept."""
+    return id(getattr(sys, "last_value", None))
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Returns the hyperparameters of an optimizer by name, as text: those of its groups, with the learning rates that
+    schedulers begin with, and several values where groups differ. None that is off."""
+    found = {}
+    for name in sorted(optimizer.defaults):
+        values = [group.get(f"initial_{name}", group.get(name)) for group in optimizer.param_groups]
+        read = [
+            float(each) if isinstance(each, torch.Tensor) and each.device.type == "cpu" else each for each in values
+        ]
+        texts = dict.fromkeys(str(each) for each in read if each is not None and not isinstance(each, torch.Tensor))
+        if texts and set(texts) != {"False"}:
+            found[name] = " / ".join([*texts][:_VALUES]) + (" / ..." if len(texts) > _VALUES else "")
+    return found
+
+
+def commit_of(folder: Path, seconds: float = _GIT_S) -> str:
+    """Returns the commit of the git repository that a folder is in; empty if there is none, or git does not answer.
+
+    Args:
+        folder: the folder.
+        seconds: after which git is not waited for.
+    """
+    command = ("git", "-C", str(folder), "rev-parse", "--verify", "HEAD")
+    try:
+        found = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
 
 
 def _options(plugin: StrategyPlugin) -> dict[str, Any]:

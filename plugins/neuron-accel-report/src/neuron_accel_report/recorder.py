@@ -24,9 +24,9 @@ _BEGINNINGS = ("loader", "forward")
 
 
 _Open = list[Any]
-"""A range on the stack: the range, the part of the step that its time belongs to, when it began by ``perf_counter``, in
-which step, and its seconds so far in which no range inside it was open, since it began or since the step began. A list
-costs a quarter of what an object does."""
+"""A range on the stack: the range, the part of the step that its time belongs to, when it began by ``perf_counter_ns``,
+in which step, and its nanoseconds so far in which no range inside it was open, since it began or since the step began.
+A list costs a quarter of what an object does."""
 _RANGE, _PART, _START, _STEP, _EXCLUSIVE = range(5)
 _CALIBRATION = (9, 40)
 """Rounds, and ranges in each, by which the time of a range is measured."""
@@ -83,7 +83,7 @@ class Recorder(Observer):
 
     Args:
         backend: of the run.
-        clock: seconds to add to this machine's clock.
+        origin: when the run began, by ``perf_counter_ns`` of this process; times are nanoseconds since then.
         traced: numbers of the steps whose ranges are kept.
         finished: called at the end of each step.
     """
@@ -92,23 +92,24 @@ class Recorder(Observer):
         self,
         backend: Backend,
         *,
-        clock: float,
+        origin: int,
         traced: frozenset[int],
         finished: Callable[[Measured], None],
     ) -> None:
         self._backend, self._traced, self._finished = backend, frozenset[int](), finished
         self._sent: dict[tuple[str, str], list[int]] = {}  # numbers and bytes of the collectives of a step
-        self._now = time.perf_counter
-        self._unix = time.time() - time.perf_counter() + clock
+        self._now, self._origin = time.perf_counter_ns, origin
+        self._calls = 0  # collectives that have a number
         self._thread = get_ident()
-        self._stack: list[_Open] = [[None, "other", 0.0, -1, 0.0]]  # the lowest one stands for no range
+        self._stack: list[_Open] = [[None, "other", 0, -1, 0]]  # the lowest one stands for no range
         self._count = 0  # ranges that have ended in this step
-        self._optimizer: Any = None  # the one whose steps are counted
         self._ranges: list[Range] = []
         self._compiled = backend.compilations
         self._resident = ResidentMemory()
         self._begun = False
         self.step, self.observed, self.memory = 0, Observed(), Memory()
+        self.optimizer: int | None = None
+        """The ``id`` of the optimizer whose steps are counted; None before the first."""
         self.own = 0.0
         """Seconds that the report itself has taken since the last step, without ranges."""
         self._begin_step(self._now())
@@ -129,13 +130,13 @@ class Recorder(Observer):
                 with events.open("", part="communication", op="", group=""):
                     pass
             times.append(self._now() - began)
-        return min(times) / count
+        return min(times) / count / 1e9
 
-    def _begin_step(self, now: float) -> None:
+    def _begin_step(self, now: int) -> None:
         self._began = self._last = now
-        self._parts = dict.fromkeys(PARTS, 0.0)
-        self._collectives: dict[tuple[str, str], float] = {}  # seconds
-        self._waiting, self._backward_passes = 0.0, 0
+        self._parts = dict.fromkeys(PARTS, 0)  # nanoseconds, as those of collectives
+        self._collectives: dict[tuple[str, str], int] = {}
+        self._waiting = self._backward_passes = 0
 
     def close(self) -> None:
         """Ends recording."""
@@ -154,9 +155,9 @@ class Recorder(Observer):
         if not self._begun and part in _BEGINNINGS:
             self._begun = True
             self._began = self._last = now
-            self._parts = dict.fromkeys(PARTS, 0.0)
+            self._parts = dict.fromkeys(PARTS, 0)
             for each in stack:
-                each[_EXCLUSIVE] = 0.0
+                each[_EXCLUSIVE] = 0
         around[4] += now - self._last
         self._last = now
         if not part:
@@ -165,7 +166,7 @@ class Recorder(Observer):
             part = "other"
         elif part == "backward" and event.category == "part":
             self._backward_passes += 1
-        stack.append([event, part, now, self.step, 0.0])
+        stack.append([event, part, now, self.step, 0])
 
     def _count_sent(self, event: Collective) -> None:
         if event.dtype is None:  # objects
@@ -192,7 +193,7 @@ class Recorder(Observer):
             if closed.category == "collective" or closed.category == "wait":
                 found = closed.arguments
                 key = found["op"], found["group"]
-                self._collectives[key] = self._collectives.get(key, 0.0) + spent
+                self._collectives[key] = self._collectives.get(key, 0) + spent
                 if found.get("waits"):
                     self._waiting += spent
             if self._traced and self._begun and step in self._traced:
@@ -200,49 +201,60 @@ class Recorder(Observer):
             self._count += 1
             if closed is event:
                 break
-        if event.category == "step" and self._optimizer in (None, event.arguments["optimizer"]):
-            self._optimizer = event.arguments["optimizer"]
+        if event.category == "step" and self.optimizer in (None, event.arguments["optimizer"]):
+            self.optimizer = event.arguments["optimizer"]
             self._end_step(now)
-            self.own += self._now() - now
+            self.own += (self._now() - now) / 1e9
 
-    def _keep(self, ended: _Open, now: float) -> None:
-        """Keeps a range of a traced step; of a collective with its ranks, by which a trace finds it on the others."""
+    def _keep(self, ended: _Open, now: int) -> None:
+        """Keeps a range of a traced step; of a collective with its ranks, by which a trace finds it on the others, and
+        its number, by which it finds the wait for it."""
         closed, start, step = ended[_RANGE], ended[_START], ended[_STEP]
         arguments = {key: value for key, value in closed.arguments.items() if key != "optimizer"}
         if (group := getattr(closed, "group", None)) is not None:
             arguments["ranks"] = list(group.ranks)
+        if closed.category in ("collective", "wait"):
+            collective: Any = getattr(closed, "collective", closed)  # a wait has that which it is for
+            arguments["call"] = self._number_of(collective)
         self._ranges.append(
             Range(
                 step=step,
                 name=closed.name,
                 category=closed.category,
-                start=self._unix + start,
-                seconds=now - start,
+                begin=start - self._origin,
+                end=now - self._origin,
                 arguments=arguments,
             )
         )
+
+    def _number_of(self, collective: Event) -> int:
+        """The number of a collective. The collective keeps it, as nothing here knows when it is complete."""
+        if "call" not in collective.arguments:
+            self._calls += 1
+            collective.arguments["call"] = self._calls
+        return int(collective.arguments["call"])
 
     def _divide_open(self) -> None:
         """Adds the time of ranges that are still open to the parts of the step that ends, and that of no range."""
         for each in self._stack:
             self._parts[each[_PART]] += each[_EXCLUSIVE]
-            each[_EXCLUSIVE] = 0.0
+            each[_EXCLUSIVE] = 0
 
     # ---- steps -------------------------------------------------------------------------------------------------------
-    def _end_step(self, now: float) -> None:
+    def _end_step(self, now: int) -> None:
         self._divide_open()
         seen, compiled = self.observed, self._backend.compilations
         before = self._compiled
         used = self._backend.device_memory or (None, None)
         step = Step(
             step=self.step,
-            time=self._unix + self._began,
-            seconds=now - self._began,
+            begin=self._began - self._origin,
+            end=now - self._origin,
             samples=seen.samples,
             tokens=seen.tokens,
             micro_batches=self._backward_passes,
-            parts=self._parts,
-            waiting=None if self._backend.is_lazy else self._waiting,
+            parts={part: spent / 1e9 for part, spent in self._parts.items()},
+            waiting=None if self._backend.is_lazy else self._waiting / 1e9,
             collectives=self._take_traffic(),
             memory=Memory(
                 device_peak=used[1],
@@ -265,7 +277,7 @@ class Recorder(Observer):
 
     def _take_traffic(self) -> tuple[Collectives, ...]:
         """The collectives since the last step, by kind and group."""
-        lazy, seconds = self._backend.is_lazy, self._collectives
+        lazy, spent = self._backend.is_lazy, self._collectives
         sent, self._sent = self._sent, {}
         return tuple(
             Collectives(
@@ -273,7 +285,7 @@ class Recorder(Observer):
                 group=group,
                 count=count,
                 bytes=size,
-                seconds=None if lazy else seconds.get((op, group), 0.0),
+                seconds=None if lazy else spent.get((op, group), 0) / 1e9,
             )
             for (op, group), (count, size) in sent.items()
         )

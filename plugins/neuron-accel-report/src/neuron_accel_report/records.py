@@ -2,9 +2,10 @@
 """The files of a run report, and what follows from them.
 
 A run's folder has one file of JSON lines for each rank, ``rank-00000.jsonl`` and so on: a header, a line for each
-optimizer step, lines for the ranges of traced steps, and a last line if the run ended in order. Times are in seconds.
-``time``, ``start`` and ``started`` are Unix time by the clock of rank 0. Numbers that JSON does not have (NaN,
-infinity) are written as text. Readers ignore fields that they do not know, so that fields can be added.
+optimizer step, lines for the ranges of traced steps, and a last line if the run ended in order. ``begin``, ``end`` and
+``time`` are whole nanoseconds since the run began, so that a step ends exactly where the next one begins; durations are
+in seconds. Numbers that JSON does not have (NaN, infinity) are written as text. Readers ignore fields that they do not
+know, so that fields can be added.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from neuron_accel.errors import ConfigurationError
 
-VERSION = 1
-"""Version of the format, in the header."""
+VERSION = 2
+"""Version of the format, in the header. In version 1 times were numbers of Unix time, 238 nanoseconds apart."""
 
 PARTS = ("loader", "forward", "backward", "optimizer", "communication", "device", "checkpoint", "evaluation", "other")
 """Parts of a step, whose seconds add up to those of the step.
@@ -109,13 +110,19 @@ class Header:
         torch, neuron_accel: versions.
         clock_offset: seconds that were added to this machine's clock.
         clock_error: largest error of ``clock_offset``, in seconds; 0 on the machine of the first rank.
-        started: when the run began.
+        started: when the run began, in Unix time by the clock of rank 0; equal on all ranks.
         predicted: what a dry run counted for a step; None without one.
         micro_batches: number of micro-batches of an optimizer step.
+        mixed_precision, gradient_accumulation_steps: of the accelerator.
+        global_batch: samples of the first step on all data-parallel ranks; None if not known.
+        seed: with which torch's generator of this rank was seeded last, before the first step ended.
+        optimizer: class of the optimizer whose steps are counted.
+        hyperparameters: of its groups, several values where groups differ, and none that is off.
         model: class of the model.
         command: the command line, without what looks like a secret.
         options: the options of each plugin that are not its defaults, by its name.
         versions: of Python and of other libraries that the run has imported, by name.
+        commit: of the git repository that the script is in, of the first rank; empty without one.
     """
 
     kind: ClassVar[str] = "run"
@@ -139,10 +146,17 @@ class Header:
     started: float
     predicted: Prediction | None = None
     micro_batches: int | None = None
+    mixed_precision: str = ""
+    gradient_accumulation_steps: int | None = None
+    global_batch: int | None = None
+    seed: int | None = None
+    optimizer: str = ""
+    hyperparameters: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
     command: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    commit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +165,7 @@ class Step:
 
     Args:
         step: its number in the training, from 0.
-        time: its start.
-        seconds: its wall time.
+        begin, end: in nanoseconds since the run began. A step begins when the one before it ends.
         samples, tokens: in the batches of this rank; None if not known.
         micro_batches: number of backward passes.
         parts: seconds of each of :data:`PARTS`.
@@ -172,8 +185,8 @@ class Step:
 
     kind: ClassVar[str] = "step"
     step: int
-    time: float
-    seconds: float
+    begin: int
+    end: int
     samples: int | None = None
     tokens: int | None = None
     micro_batches: int = 1
@@ -189,6 +202,11 @@ class Step:
     lr: tuple[float, ...] = ()
     skipped: bool = False
     own_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time."""
+        return (self.end - self.begin) / 1e9
 
     @property
     def training_seconds(self) -> float:
@@ -211,8 +229,7 @@ class Range:
         name: what happens in it.
         category: ``"part"`` of a step, ``"collective"``, ``"pipeline"`` action, ``"hook"`` of a plugin, or ``"user"``
             for ranges that a training script opens.
-        start: when it begins.
-        seconds: how long it takes.
+        begin, end: in nanoseconds since the run began.
         arguments: details, such as the bytes of a collective.
     """
 
@@ -220,8 +237,8 @@ class Range:
     step: int
     name: str
     category: Category
-    start: float
-    seconds: float
+    begin: int
+    end: int
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -230,12 +247,12 @@ class End:
     """Last line of a run that ended in order.
 
     Args:
-        time: when it ended.
+        time: when it ended, in nanoseconds since it began.
         steps: number of steps that it did.
     """
 
     kind: ClassVar[str] = "end"
-    time: float
+    time: int
     steps: int
 
 
@@ -259,7 +276,7 @@ def from_line(text: str, where: str) -> Line:
         where: names the line in messages.
 
     Raises:
-        ConfigurationError: if it is not such a line.
+        ConfigurationError: if it is not such a line, or the header of another version of the format.
     """
     try:
         data = json.loads(text)
@@ -267,6 +284,12 @@ def from_line(text: str, where: str) -> Line:
         raise _error(where, f"it is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("kind") not in _KINDS:
         raise _error(where, f"it is not an object whose 'kind' is one of {', '.join(_KINDS)}")
+    if data["kind"] == Header.kind and (version := data.get("version", VERSION)) != VERSION:
+        raise _error(
+            where,
+            f"it was written in version {version!r:.20} of the format, and this reads version {VERSION}",
+            "read it with the neuron-accel-report that has written it",
+        )
     return _read(_KINDS[data["kind"]], data, where)
 
 
@@ -291,13 +314,10 @@ def _field_names(cls: Any) -> tuple[str, ...]:
     return tuple(each.name for each in fields(cls))
 
 
-def _error(where: str, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        "A line of a run report cannot be read.",
-        where=where,
-        why=why,
-        fix="give the folder that the plugin run_report has written, unchanged",
-    )
+def _error(
+    where: str, why: str, fix: str = "give the folder that the plugin run_report has written, unchanged"
+) -> ConfigurationError:
+    return ConfigurationError("A line of a run report cannot be read.", where=where, why=why, fix=fix)
 
 
 # ---- checking a line: one function for each type ---------------------------------------------------------------------
@@ -485,10 +505,6 @@ def _read_rank(path: Path) -> RankReport | None:
     header = records[0]
     if not isinstance(header, Header):
         raise _error(f"{path}, line 1", "the first line is not the header of a run")
-    if header.version > VERSION:
-        raise _error(
-            f"{path}, line 1", f"it was written in version {header.version} of the format, this reads {VERSION}"
-        )
     if any(isinstance(each, Header) for each in records[1:]):
         raise _error(str(path), "it has two headers")
     end = next((each for each in records if isinstance(each, End)), None)

@@ -15,7 +15,6 @@ from pathlib import Path
 from neuron_accel.errors import ConfigurationError
 from neuron_accel_report.records import (
     PARTS,
-    VERSION,
     End,
     Header,
     Memory,
@@ -202,12 +201,6 @@ class _RankFile:
         if first is None:
             return
         self.header: Header = first
-        if first.version > VERSION:
-            raise _unreadable(
-                f"{path}, line 1",
-                f"it was written in version {first.version} of the format, this reads up to {VERSION}",
-                "read it with the version of neuron_accel that has written it, or a later one",
-            )
 
     def fill(self) -> None:
         """Reads the next block, unless steps are pending."""
@@ -246,7 +239,8 @@ class _RankFile:
         return self._offset
 
 
-def _unreadable(where: str, why: str, fix: str = "give a folder as the plugin run_report writes it") -> Exception:
+def _unreadable(where: str, why: str) -> Exception:
+    fix = "give a folder as the plugin run_report writes it"
     return ConfigurationError("A run report cannot be read.", where=where, why=why, fix=fix)
 
 

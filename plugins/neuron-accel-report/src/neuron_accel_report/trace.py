@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import zip_longest
 from typing import Any
 
 from neuron_accel.errors import ConfigurationError
@@ -14,14 +13,11 @@ from neuron_accel_report.records import Range, RankReport, RunReport, Step
 STEPS, HOST = 0, 1
 """Threads of each rank in the trace: its steps, and what the host does in them."""
 
-RESOLUTION = 477
-"""Nanoseconds: twice the distance of two numbers of Unix time, of which a range's start is one."""
-
 
 def trace(run: RunReport, steps: Iterable[int] | None = None) -> dict[str, Any]:
     """Returns the trace of some steps as an object to write as JSON.
 
-    Every event has a phase, a time and duration in microseconds since the first one, the rank as its process, a thread
+    Every event has a phase, a time and duration in microseconds since the run began, the rank as its process, a thread
     and a name. Ranges of steps that the run did not trace are left out; the steps themselves are there, with counters
     of memory and loss. Arrows lead between the ranks of a collective, from the one that called it last, for which the
     others waited.
@@ -52,17 +48,14 @@ def trace(run: RunReport, steps: Iterable[int] | None = None) -> dict[str, Any]:
         )
         for each in run.ranks
     ]
-    origin = min(
-        [step.time for _, found, _ in chosen for step in found] + [r.start for _, _, found in chosen for r in found]
-    )
-    events = [event for each, found, ranges in chosen for event in _events(each, found, ranges, origin)]
-    events += _flows([(each.rank, ranges) for each, _, ranges in chosen], origin)
+    events = [event for each, found, ranges in chosen for event in _events(each, found, ranges)]
+    events += _flows([(each.rank, ranges) for each, _, ranges in chosen])
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {
             "run": run.header.run,
-            "started": origin,
+            "started": run.header.started,
             "mesh": dict(run.header.mesh),
             "clock_error": max(each.header.clock_error for each in run.ranks),
         },
@@ -74,44 +67,30 @@ def traced_steps(run: RunReport) -> set[int]:
     return {span.step for each in run.ranks for span in each.ranges}
 
 
-def _events(rank: RankReport, steps: list[Step], ranges: list[Range], origin: float) -> Iterator[dict[str, Any]]:
+def _events(rank: RankReport, steps: list[Step], ranges: list[Range]) -> Iterator[dict[str, Any]]:
     pid = rank.rank
     place = ", ".join(f"{axis} {index}" for axis, index in rank.header.coordinates.items())
     yield _about("process_name", pid, STEPS, name=f"rank {pid}" + (f" ({place})" if place else ""))
     yield _about("process_sort_index", pid, STEPS, sort_index=pid)
     yield _about("thread_name", pid, STEPS, name="steps")
     yield _about("thread_name", pid, HOST, name="host")
-    ends = [_nanoseconds(after.time, origin) for after in steps[1:]]
-    for step, end in zip_longest(steps, ends):
-        begin = _nanoseconds(step.time, origin)
-        own = begin + round(step.seconds * 1e9)
+    for step in steps:
         arguments: dict[str, Any] = {
             "parts": {part: round(seconds, 6) for part, seconds in step.parts.items() if seconds}
         }
         if step.loss is not None:
             arguments["loss"] = _number(step.loss)
-        yield _span(f"step {step.step}", "step", pid, STEPS, begin, own if end is None else min(own, end), arguments)
-        yield from _counters(step, pid, own if end is None else min(own, end))
-    open_ends: list[int] = []
-    for span in sorted(ranges, key=lambda each: (each.start, -each.seconds)):
-        begin = _nanoseconds(span.start, origin)
-        if open_ends and begin < open_ends[-1] <= begin + RESOLUTION:
-            begin = open_ends[-1]
-        while open_ends and open_ends[-1] <= begin:
-            open_ends.pop()
-        end = max(begin, _nanoseconds(span.start, origin) + round(span.seconds * 1e9))
-        end = min([end, *open_ends[-1:]])
-        open_ends.append(end)
-        yield _span(span.name, span.category, pid, HOST, begin, end, dict(span.arguments))
+        yield _span(f"step {step.step}", "step", pid, STEPS, step.begin, step.end, arguments)
+        yield from _counters(step, pid)
+    for span in sorted(ranges, key=lambda each: (each.begin, -each.end)):
+        yield _span(span.name, span.category, pid, HOST, span.begin, span.end, dict(span.arguments))
 
 
-def _nanoseconds(time: float, origin: float) -> int:
-    """Whole nanoseconds since the first event.
-
-    Numbers of Unix time are far apart (:data:`RESOLUTION`), so that the end of a step, its start and duration, may be
-    later than the start of the next. Perfetto discards events that overlap.
-    """
-    return round((time - origin) * 1e9)
+def _microseconds(nanoseconds: int) -> float:
+    """A time or a duration of an event. Perfetto multiplies it by 1000 and drops the fraction, and discards events that
+    overlap: so it is the next number where the product would be less than what was measured."""
+    found = nanoseconds / 1e3
+    return found if int(found * 1e3) == nanoseconds else math.nextafter(found, math.inf)
 
 
 def _number(value: float) -> float | str:
@@ -119,36 +98,46 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _counters(step: Step, pid: int, at: int) -> Iterator[dict[str, Any]]:
+def _counters(step: Step, pid: int) -> Iterator[dict[str, Any]]:
     """Counters with the values at the end of a step."""
     memory = {name: value for name, value in vars(step.memory).items() if value is not None}
     loss = {} if step.loss is None or not math.isfinite(step.loss) else {"loss": step.loss}
     for name, values in (("memory in bytes", memory), ("loss", loss)):
         if values:
-            yield {"ph": "C", "ts": at / 1e3, "pid": pid, "tid": STEPS, "name": name, "args": values}
+            yield {"ph": "C", "ts": _microseconds(step.end), "pid": pid, "tid": STEPS, "name": name, "args": values}
 
 
-def _flows(ranks: list[tuple[int, list[Range]]], origin: float) -> Iterator[dict[str, Any]]:
-    """Arrows of the collectives of traced steps: the n-th of a step over a group is one call on all its ranks."""
-    calls: dict[tuple[Any, ...], list[tuple[int, Range]]] = {}
+def _flows(ranks: list[tuple[int, list[Range]]]) -> Iterator[dict[str, Any]]:
+    """Arrows of the collectives of traced steps: the n-th of a step over a group is one call on all its ranks.
+
+    Each end of an arrow belongs to the innermost range that is open at its time, so an arrow begins with the call that
+    was last, and ends in the last nanosecond of the other rank's: of its wait if it waited, which is apart from the
+    call if the collective was started before. There is none to a rank that had gone on before the last one called,
+    because it did not wait in a traced step or because clocks of machines differ.
+    """
+    calls: dict[tuple[Any, ...], list[tuple[int, Range, Range]]] = {}
     for rank, ranges in ranks:
         count: dict[tuple[Any, ...], int] = {}
-        for span in sorted(ranges, key=lambda each: each.start):
+        waits = {
+            each.arguments["call"]: each for each in ranges if each.category == "wait" and "call" in each.arguments
+        }
+        for span in sorted(ranges, key=lambda each: each.begin):
             members = span.arguments.get("ranks")
             if span.category != "collective" or not members:
                 continue
             key = span.step, span.name, tuple(members)
             count[key] = count.get(key, 0) + 1
-            calls.setdefault((*key, count[key]), []).append((rank, span))
-    for number, ((_, name, _, _), found) in enumerate(calls.items()):
-        last, call = max(found, key=lambda each: each[1].start)
-        for at, (rank, span) in enumerate(found):
-            if rank == last:
+            calls.setdefault((*key, count[key]), []).append((rank, span, waits.get(span.arguments.get("call"), span)))
+    number = 0
+    for (_, name, _, _), found in calls.items():
+        last, call, _ = max(found, key=lambda each: each[1].begin)
+        for rank, _, until in found:
+            if rank == last or until.end <= max(call.begin, until.begin):
                 continue
-            arrow = {"cat": "collective", "name": name, "id": f"{number}.{at}", "tid": HOST}
-            yield {"ph": "s", "ts": _nanoseconds(call.start, origin) / 1e3, "pid": last, **arrow}
-            end = max(_nanoseconds(span.start + span.seconds, origin), _nanoseconds(call.start, origin))
-            yield {"ph": "f", "bp": "e", "ts": end / 1e3, "pid": rank, **arrow}
+            number += 1  # Perfetto reads integers, and text as hexadecimal numbers
+            arrow = {"cat": "collective", "name": name, "id": number, "tid": HOST}
+            yield {"ph": "s", "ts": _microseconds(call.begin), "pid": last, **arrow}
+            yield {"ph": "f", "bp": "e", "ts": _microseconds(until.end - 1), "pid": rank, **arrow}
 
 
 def _about(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:
@@ -159,5 +148,5 @@ def _span(
     name: str, category: str, pid: int, tid: int, begin: int, end: int, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     """A complete event, from and to a nanosecond."""
-    times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
+    times = {"ts": _microseconds(begin), "dur": _microseconds(end - begin)}
     return {"ph": "X", **times, "pid": pid, "tid": tid, "name": name, "cat": category, "args": arguments}
