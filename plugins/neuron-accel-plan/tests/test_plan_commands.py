@@ -45,6 +45,13 @@ def test_a_wrong_name_of_a_model_imports_no_torch(model):
     assert "llama-3.1-8b" in done.stderr
 
 
+def test_a_wrong_instance_imports_no_torch():
+    words = "plan --model llama-3.1-8b --instance trn9 --world-size 2 --global-batch 4 --sequence 64".split()
+    done = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "'trn9' is not a known Trainium instance." in done.stderr
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("name", MODULES)
 def test_help_fits_the_terminal(name, columns, capsys, monkeypatch):

@@ -344,8 +344,12 @@ def _check_model(args: argparse.Namespace) -> None:
             f"{', '.join(map(_option, given))} can be given with a script only.",
             fix="pass --world-size for the number of ranks",
         )
-    with naming_options(_OPTIONS):
-        find_model(args.model)  # before torch is imported, which takes seconds
+    from neuron_accel import find_instance
+
+    with naming_options(_OPTIONS):  # before torch is imported, which takes seconds
+        find_model(args.model)
+        if args.instance is not None:
+            find_instance(args.instance)
     args.dtype = DTYPES[args.dtype or "bf16"]
 
 
