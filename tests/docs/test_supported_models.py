@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from neuron_accel.testing.parity import loss_of
 from tests.sweeps.families import POPULAR_HEAD, REPLICAS, TOO_LARGE, earlier, popular, table, write
 from tests.sweeps.tiny import KINDS, tiny_model
 
@@ -50,6 +51,7 @@ OF_KINDS = {
     "sequences to sequences": "t5",
     "speech to text": "whisper",
     "speech, aligned": "wav2vec2",
+    "diffusion": "FluxTransformer2DModel",
 }
 
 
@@ -57,13 +59,14 @@ def test_the_page_has_a_table_for_each_kind():
     assert OF_KINDS.keys() | {"text"} == KINDS.keys()
     for kind, family in OF_KINDS.items():
         assert set(earlier(PAGE, [*REPLICAS], kind)[family].values()) == {"ok"}, kind
-        assert earlier(PAGE, ["tp2", "tp2+sp"], kind)[family]["tp2"] == "ok", kind
+        if kind != "diffusion":  # without a plan
+            assert earlier(PAGE, ["tp2", "tp2+sp"], kind)[family]["tp2"] == "ok", kind
 
 
 @pytest.mark.parametrize(("kind", "family"), OF_KINDS.items())
 def test_every_parameter_of_a_tiny_model_trains(kind, family):
     model = tiny_model(family, kind).train()
-    model(**KINDS[kind].batch(model, torch.Generator().manual_seed(1))).loss.backward()
+    loss_of(model(**KINDS[kind].batch(model, torch.Generator().manual_seed(1)))).backward()
     assert sum(p.numel() for p in model.parameters()) < TOO_LARGE
     idle = [name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
     assert all("masked_spec_embed" in name for name in idle), idle  # of masks, which are noise

@@ -1,5 +1,5 @@
-"""Every family of transformers of a kind, causal text by default, tiny, sharded over ranks against one process, and the
-graphs of its step on XLA; writes the tables of families.
+"""Every family of transformers of a kind, causal text by default, or of diffusers, tiny, sharded over ranks against one
+process, and the graphs of its step on XLA; writes the tables of families.
 
 python -m tests.sweeps.families [--kind images] [--write docs/supported_models.md] [--layouts tp2 tp2+sp] [family ...]
 """
@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import multiprocessing
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,7 @@ NOT_TRIED = (
     "not built tiny: ",
     "does not train tiny in one process: ",
     "has batch normalization, whose statistics are those of the samples of a rank",
+    "samples of a batch see each other in one process, so that they have other losses on two ranks",
 )
 """What a reason begins with if no layout was tried: it says nothing about support."""
 
@@ -78,6 +82,8 @@ def check(model_type: str, layouts: list[str], kind: str = "text") -> dict[str, 
         return dict.fromkeys(layouts, f"{NOT_TRIED[0]}{size:,} parameters")
     if kind != "text" and any("BatchNorm" in type(module).__name__ for module in model.modules()):
         return dict.fromkeys(layouts, NOT_TRIED[2])
+    if kind == "diffusion" and _mixes_samples(model_type, drawn[0]):
+        return dict.fromkeys(layouts, NOT_TRIED[3])
     if all(layout.startswith("tp") for layout in layouts):
         try:
             plan_shards(Architecture.of(model), 2)
@@ -91,7 +97,9 @@ def check(model_type: str, layouts: list[str], kind: str = "text") -> dict[str, 
     except Exception as error:
         return dict.fromkeys(layouts, NOT_TRIED[1] + _last_line(error))
     return {
-        layout: _findings(model_type, layout, drawn) if layout in GRAPHS else _compare(build, layout, drawn, reference)
+        layout: _findings(model_type, layout, drawn)
+        if layout in GRAPHS
+        else _compare(build, layout, drawn, reference, KINDS[kind].blocks(model))
         for layout in layouts
     }
 
@@ -103,12 +111,23 @@ def _build(model_type: str, kind: str = "text") -> torch.nn.Module:
     return model
 
 
+def _mixes_samples(model_type: str, batch: dict[str, torch.Tensor]) -> bool:
+    model = _build(model_type, "diffusion")
+    with torch.no_grad():
+        halves = [model(**{name: value[half] for name, value in batch.items()}) for half in (slice(2), slice(2, None))]
+        return not torch.isclose(model(**batch), sum(halves) / 2, rtol=1e-4)
+
+
 def _seed(model: torch.nn.Module, args: tuple[Any, ...]) -> None:
     torch.manual_seed(0)
 
 
-def _compare(build: Any, layout: str, drawn: list[dict[str, torch.Tensor]], reference: Any) -> str:
+def _compare(
+    build: Any, layout: str, drawn: list[dict[str, torch.Tensor]], reference: Any, blocks: Sequence[str] = ()
+) -> str:
     ranks, plugins = (LAYOUTS | EXPERTS | REPLICAS)[layout]
+    if blocks and plugins == ["fully_sharded"]:
+        plugins = [{"fully_sharded": {"modules": list(blocks)}}]
     try:
         trace = run_ranks(train_on_rank, ranks, build, drawn, {"plugins": plugins}, Training(), timeout=120)[0]
         compare(_without_zeros(reference, reference), _without_zeros(trace, reference), TOLERANCE)
@@ -185,12 +204,21 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200] + why
 
 
+NOTES = {
+    "diffusion": """\
+Each row is a class of diffusers. The loss is the squared error of the noise that a model finds, or of what an
+autoencoder makes of its input, as in diffusers' training scripts. Fully sharded models have their blocks named, since
+diffusers does not mark them, as in `modules=("down_blocks.*", "up_blocks.*")` or `modules="transformer_blocks.*"`
+([more](guides/from-fsdp.md)). Tensor, sequence and pipeline parallelism have no plan for these models, and say so.""",
+}
+"""What else is said of a kind above its table."""
+
 HEAD = f"""\
 # Supported models
 
-Models of transformers, each built tiny from its configuration class and trained for {STEPS} steps in one process and
-sharded: losses, gradients and weights must agree to rounding. Causal language models come first, then those for images,
-speech, and sequences to sequences. For graphs, three steps run on XLA ranks, and what they execute is checked as by
+Models of transformers and diffusers, each built tiny and trained for {STEPS} steps in one process and sharded:
+losses, gradients and weights must agree to rounding. Causal language models come first, then those for images, speech,
+sequences to sequences, and diffusion. For graphs, three steps run on XLA ranks, and what they execute is checked as by
 `neuron-accel precompile --check`. A family is "not tried" if no tiny model of it could be built, or trained in one
 process, for the reason that is given: it may be supported. Written by `nox -s families families_graphs`.
 """
@@ -205,7 +233,9 @@ def earlier(path: Path, layouts: list[str], kind: str = "text") -> dict[str, dic
     sections = path.read_text().split("\n## ") if path.exists() else []
     text = next((text for text in sections if text.startswith(title(layouts, kind).strip("\n# ") + "\n")), "")
     found = {}
-    for line in text.splitlines()[6:]:
+    lines = text.splitlines()
+    rule = next((number for number, line in enumerate(lines) if line.startswith("|---")), len(lines))
+    for line in lines[rule + 1 :]:
         family, *marks, reason = (cell.strip() for cell in line.strip("|").split("|"))
         found[family] = {layout: "ok" if mark == "yes" else reason for layout, mark in zip(layouts, marks, strict=True)}
     return found
@@ -222,7 +252,7 @@ def table(results: dict[str, dict[str, str]], layouts: list[str], kind: str = "t
     count += f"; {len(results) - len(tried)} were not tried"
     lines = [
         title(layouts, kind),
-        f"{count}.",
+        f"{count}.\n\n{NOTES[kind]}" if kind in NOTES else f"{count}.",
         "",
         "| family | " + " | ".join(layouts) + " | reason |",
         "|---" * (len(layouts) + 2) + "|",
@@ -325,6 +355,13 @@ def main() -> int:
     options.layouts = options.layouts or (["tp2", "tp2+sp"] if kind == "text" else [*REPLICAS])
     torch.set_num_threads(1)
     tiny_model("llama")  # imports that threads must not make at once
+    if kind == "diffusion":
+        tiny_model("UNet2DModel", kind)
+        # diffusers takes seconds to import: ranks are forked from a process that has done so
+        parts = ("unets", "transformers", "autoencoders")
+        modules = ["neuron_accel.testing._preload", *(f"diffusers.models.{part}" for part in parts)]
+        multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+        forkserver.ensure_running()
     if options.popular:
         options.families = [name for name in POPULAR.values() if options.layouts != list(EXPERTS) or name in MIXTURES]
     families = options.families or KINDS[kind].families()

@@ -1,4 +1,5 @@
-"""A tiny model of every family of transformers, from nothing but its configuration class."""
+"""A tiny model of every family of transformers, from nothing but its configuration class, and of families of
+diffusers."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from tests.sweeps import diffusion
 
 VOCABULARY = 101
 
@@ -160,6 +163,17 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         }
     },
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    # an image of two tiles
+    **{name: {"image_grid_pinpoints": [[32, 64]]} for name in ("llava_next", "llava_next_video", "llava_onevision")},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    "mllama_vision_model": {
+        "vision_output_dim": 64,
+        "num_global_layers": 1,
+        "max_num_tiles": 2,
+        "supported_aspect_ratios": [[1, 1], [1, 2]],
+        "intermediate_layers_indices": [1],
+    },
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "qwen2_5_vl_vision": {"window_size": 32},
     "gemma4_vision": {"num_key_value_heads": 4},
     "llama4_vision_model": {
@@ -199,7 +213,7 @@ _WITHOUT = {"prophetnet": ("num_hidden_layers",), "xlnet": ("max_position_embedd
 
 @dataclass(frozen=True)
 class Kind:
-    """What models of a kind are for.
+    """What models of transformers of a kind are for.
 
     Args:
         mapping: name of transformers' mapping of ``model_type`` to classes.
@@ -220,6 +234,32 @@ class Kind:
         from transformers.models.auto import modeling_auto
 
         return dict(getattr(modeling_auto, self.mapping))
+
+    def build(self, model_type: str, kind: str, **options: Any) -> nn.Module:
+        import transformers
+
+        config = tiny_config(model_type, kind, **options)
+        named = self.classes().get(model_type)
+        if isinstance(named, tuple):  # of several classes, that of the model's name is taken
+            config.architectures = [named[0]]
+        return getattr(transformers, self.auto).from_config(config)  # type: ignore[no-any-return]
+
+    def blocks(self, model: nn.Module) -> list[str]:
+        """Patterns of the blocks; none: the library marks them."""
+        return []
+
+
+class Diffusion:
+    """The same for models of diffusers: each class is a family."""
+
+    batch = staticmethod(diffusion.draw)
+    blocks = staticmethod(diffusion.blocks)
+
+    def families(self) -> list[str]:
+        return sorted(diffusion.FAMILIES)
+
+    def build(self, model_type: str, kind: str) -> nn.Module:
+        return diffusion.build(model_type)
 
 
 def _tokens(generator: torch.Generator, length: int = 11) -> torch.Tensor:
@@ -257,7 +297,7 @@ def _speech(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 def _images_with_text(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Images, of each of which as many tokens stand for the features as the model makes: of its own size, or of 4 x 4
-    patches in a row, of which 2 x 2 are a token."""
+    patches in a row, of which 2 x 2 are a token. No token stands for those that layers attend to beside the text."""
     import inspect
 
     vision = getattr(model.config, "vision_config", model.config)
@@ -270,30 +310,47 @@ def _images_with_text(model: Any, generator: torch.Generator) -> dict[str, torch
         images, given = torch.randn(4, 16, size, generator=generator), {"image_position_ids": places.repeat(4, 1, 1)}
         count = 16 if hasattr(vision, "model_patch_size") else 4
     elif "image_grid_thw" in known:
-        size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+        size = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
         images = torch.randn(4, 16, size, generator=generator)
         given = {"image_grid_thw": torch.tensor([[1, 4, 4]] * 4)}
+    elif "aspect_ratio_ids" in known:  # one image of two tiles, which some layers attend to
+        images, count = torch.randn(4, 1, 2, channels, height, width, generator=generator), 0
+        given = {"aspect_ratio_ids": torch.full((4, 1), 2), "aspect_ratio_mask": torch.ones(4, 1, 2, dtype=torch.long)}
+        given["cross_attention_mask"] = torch.ones(4, 7, 1, 2, dtype=torch.long)
     else:
+        tiles = getattr(model.config, "image_grid_pinpoints", None)
         images = torch.randn(4, channels, height, width, generator=generator)
-        if "pixel_attention_mask" in known:  # several images in each row
+        if tiles:  # of the first of the sizes that an image may have, and the image once more
+            tall, wide = tiles[0]
+            images = torch.randn(4, 1 + tall * wide // height // width, channels, height, width, generator=generator)
+            given = {"image_sizes": torch.tensor([[tall, wide]] * 4)}
+        elif "pixel_attention_mask" in known:  # several images in each row
             images = images.unsqueeze(1)
-        if "image_sizes" in known:
+        if "image_sizes" in known and getattr(vision, "model_type", "") == "pixtral":
             given = {"image_sizes": torch.tensor([[height, width]] * 4)}
-        if model.device.type == "meta":
-            model = tiny_model(model.config.model_type, "images with text")
-        with torch.no_grad():
-            found = model.get_image_features(pixel_values=images, **given)
-        if isinstance(found, dict):
-            found = next(found[name] for name in ("pooler_output", "last_hidden_state") if name in found)
-        found = torch.cat(list(found)) if isinstance(found, list | tuple) else found
-        count = found.numel() // found.shape[-1] // 4
+        count = _tokens_of_an_image(model, images, given)
     ids = torch.randint(3, IMAGE, (4, count + 7), generator=generator)
     ids[:, 2 : 2 + count] = IMAGE
     kinds = {name: (ids == IMAGE).long() for name in ("token_type_ids", "mm_token_type_ids") if name in known}
     return {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100), "pixel_values": images} | given | kinds
 
 
-KINDS = {
+def _tokens_of_an_image(model: Any, images: torch.Tensor, given: dict[str, torch.Tensor]) -> int:
+    """How many tokens a model makes of each of four images; none if it does not put them among those of the text."""
+    if model.device.type == "meta":
+        model = tiny_model(model.config.model_type, "images with text")
+    owner = next((each for each in (model, getattr(model, "model", None)) if hasattr(each, "get_image_features")), None)
+    if owner is None:
+        return 0
+    with torch.no_grad():
+        found = owner.get_image_features(pixel_values=images, **given)
+    if isinstance(found, dict):
+        found = next(found[name] for name in ("pooler_output", "last_hidden_state") if name in found)
+    found = torch.cat(list(found)) if isinstance(found, list | tuple) else found
+    return int(found.numel() // found.shape[-1] // 4)
+
+
+KINDS: dict[str, Any] = {
     "text": Kind("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM", _text),
     "images": Kind("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification", _images),
     "images with text": Kind(
@@ -302,6 +359,7 @@ KINDS = {
     "sequences to sequences": Kind("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM", _sequences),
     "speech to text": Kind("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "AutoModelForSpeechSeq2Seq", _speech),
     "speech, aligned": Kind("MODEL_FOR_CTC_MAPPING_NAMES", "AutoModelForCTC", _speech),
+    "diffusion": Diffusion(),
 }
 
 
@@ -391,15 +449,9 @@ def _settable(cls: type, name: str) -> bool:
 
 def tiny_model(model_type: str, kind: str = "text", **options: Any) -> nn.Module:
     """A model of a family, every parameter of which is away from values under which a mistake would not show."""
-    import transformers
-
-    auto, config = getattr(transformers, KINDS[kind].auto), tiny_config(model_type, kind, **options)
-    named = KINDS[kind].classes().get(model_type)
-    if isinstance(named, tuple):  # of several classes, that of the model's name is taken
-        config.architectures = [named[0]]
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same weights whatever ran before in this process
-        model = auto.from_config(config)
+        model: nn.Module = KINDS[kind].build(model_type, kind, **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

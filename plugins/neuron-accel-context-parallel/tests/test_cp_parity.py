@@ -6,6 +6,7 @@ import cp_models
 import pytest
 import torch
 from neuron_accel_context_parallel import ContextParallelPlugin
+from torch.nn import functional as F
 
 from neuron_accel import (
     FullyShardedPlugin,
@@ -87,6 +88,48 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("division", [pytest.param("cp2", marks=SLOW), pytest.param("cp4", marks=SLOW), "cp2-tp2"])
 def test_documents_packed_into_rows_do_not_see_each_other(division):
     check(cp_models.grouped, division, cp_models.packed(5))
+
+
+LENGTHS = [[5, 9, 8], [1, 12]]
+"""Of the documents of each step: they begin and end on another rank than the chunks of a sequence."""
+
+
+def without_padding(by):
+    """Losses and weights of rows of documents, which positions or lengths delimit; ``by`` is None in one process, where
+    each is called by itself."""
+    accelerator = NeuronAccelerator(plugins=[CP2] if by else [])
+    torch.manual_seed(0)
+    model = cp_models.grouped()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step, lengths in enumerate(LENGTHS):
+        ids = cp_models.tokens(step, 1, sum(lengths))
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        labels = ids.masked_fill(positions == 0, -100)
+        if by is None:
+            each = [(model(part).logits[0, :-1], part[0, 1:]) for part in ids.split(lengths, 1) if part.shape[1] > 1]
+            loss = F.cross_entropy(*(torch.cat(parts) for parts in zip(*each, strict=True)))
+        else:
+            ends = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+            told = {
+                "positions": {"position_ids": positions},
+                "lengths": {f"cu_seq_lens_{x}": ends for x in "qk"} | {f"max_length_{x}": max(lengths) for x in "qk"},
+            }
+            loss = model(ids, labels=labels, **told[by]).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("by", ["positions", "lengths"])
+def test_batches_without_padding_train_as_the_documents_do(by):
+    losses, weights = run_ranks(without_padding, 1, None)[0]
+    for found, state in run_ranks(without_padding, 2, by):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_padding_is_not_seen():

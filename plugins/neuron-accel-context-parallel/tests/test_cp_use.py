@@ -125,10 +125,7 @@ def keep_logits() -> None:
     parts = [whole(part).logits for part in ids.split((5, 8, cp_models.LENGTH - 13), 1)]
     positions = torch.cat([torch.arange(n) for n in (5, 8, cp_models.LENGTH - 13)])[None]
     for given in ({"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9}, {"position_ids": positions}):
-        logits = model(ids, **given).logits
-        close(logits[:, :5], parts[0])
-        if "position_ids" in given:
-            close(logits, torch.cat(parts, 1))
+        close(model(ids, **given).logits, torch.cat(parts, 1))  # rotations depend on distances only
 
 
 def test_logits_in_training_and_packed_rows():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import nn
@@ -149,6 +150,53 @@ def padded(count: int) -> list[dict[str, torch.Tensor]]:
         labels[:, :5] = -100
         result.append({"input_ids": batch["input_ids"], "labels": labels, "attention_mask": mask})
     return result
+
+
+def packed(count: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of two documents each, with positions that restart; the first token of a document is not predicted."""
+    result = []
+    for batch in batches(count):
+        positions, labels = torch.arange(LENGTH).repeat(4, 1), batch["labels"].clone()
+        for row, begin in enumerate((3, 6, 1, 8)):
+            positions[row, begin:] -= begin
+            labels[row, begin] = -100
+        result.append({"input_ids": batch["input_ids"], "labels": labels, "position_ids": positions})
+    return result
+
+
+def without_padding(count: int) -> list[list[dict[str, torch.Tensor]]]:
+    """For each step the rows of two ranks: documents one after the other, more of them on the second rank, whose
+    further tokens are not predicted."""
+    generator = torch.Generator().manual_seed(5)
+    result = []
+    for _ in range(count):
+        rows = []
+        for lengths, ignored in (((3, 8), 0), ((4, 7, 6), 6)):
+            ids = torch.randint(3, VOCABULARY, (1, sum(lengths)), generator=generator)
+            positions = torch.cat([torch.arange(n) for n in lengths])[None]
+            labels = ids.masked_fill(positions == 0, -100)
+            labels[:, len(labels[0]) - ignored :] = -100
+            rows.append({"input_ids": ids, "labels": labels, "position_ids": positions})
+        result.append(rows)
+    return result
+
+
+def one_by_one(model: nn.Module) -> nn.Module:
+    """The model, which is called for each document by itself, and returns the mean over the tokens of all."""
+    forward = model.forward
+
+    def each(input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for ids, wanted, positions in zip(input_ids, labels, position_ids, strict=True):
+            starts = [*positions.eq(0).nonzero().flatten().tolist(), len(ids)]
+            for begin, end in itertools.pairwise(starts):
+                logits = forward(ids[None, begin:end]).logits[0, :-1]
+                losses.append(nn.functional.cross_entropy(logits, wanted[begin + 1 : end], reduction="none"))
+        counts = (labels[:, 1:] != -100).sum()
+        return torch.cat(losses).sum() / counts
+
+    model.forward = each
+    return model
 
 
 def vectors(count: int) -> list[dict[str, torch.Tensor]]:

@@ -12,11 +12,13 @@ from neuron_accel_expert_parallel import ExpertParallelPlugin
 from neuron_accel import (
     ActivationCheckpointingPlugin,
     FullyShardedPlugin,
+    NeuronAccelerator,
     SequenceParallelPlugin,
     TensorParallelPlugin,
     Zero1Plugin,
 )
-from neuron_accel.testing import Training, assert_parallel_equivalence
+from neuron_accel.testing import Training, assert_parallel_equivalence, run_ranks
+from neuron_accel.testing.parity import loss_of
 
 EP2 = ExpertParallelPlugin(expert_parallel_size=2)
 TP2 = TensorParallelPlugin(tensor_parallel_size=2)
@@ -96,3 +98,38 @@ def test_all_tokens_go_to_one_expert(favourite):
     plugin = ExpertParallelPlugin(expert_parallel_size=2, experts=("moe",))
     model = functools.partial(ep_models.OneForAll, favourite)
     assert_parallel_equivalence(model, ep_models.vectors(3), [plugin], training=Training(optimizer=sgd))
+
+
+# ---- documents in a row ----------------------------------------------------------------------------------------------
+def test_packed_documents_train_as_the_documents_do():
+    model = ep_models.qwen3
+    data, reference = ep_models.packed(2), ep_models.one_by_one
+    assert_parallel_equivalence(model, data, [EP2], ranks=2, training=STEPS, reference=reference)
+
+
+def without_padding(expert_parallel):
+    """Losses and weights of rows of documents: one for each rank, or in one process each document by itself."""
+    accelerator = NeuronAccelerator(plugins=[EP2] if expert_parallel else [])
+    torch.manual_seed(0)
+    model = ep_models.qwen3()
+    model = model if expert_parallel else ep_models.one_by_one(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for rows in ep_models.without_padding(2):
+        mine = [rows[accelerator.data_parallel_rank]] if expert_parallel else rows
+        found = [loss_of(model(**row)) for row in mine]
+        loss = sum(found) / len(found)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def test_batches_without_padding_train_as_the_documents_do():
+    """Ranks have other numbers of documents and of tokens."""
+    losses, weights = run_ranks(without_padding, 1, False)[0]
+    for found, state in run_ranks(without_padding, 2, True):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-6, msg=name)

@@ -8,13 +8,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import Training, assert_parallel_equivalence
 from tests.distributed.models import MODELS, VOCABULARY
+from tests.guests import is_installed
 
 LENGTH = 12
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
+SCORES = {"activation_checkpointing": {"modules": "core_attention"}}
 COMPOSITIONS = {
+    "data-parallel": [],
+    "recomputed": ["activation_checkpointing"],
+    "recomputed-scores": [SCORES],
     "zero1": ["zero1"],
     "fully-sharded": ["fully_sharded"],
     "fully-sharded-flash": ["fully_sharded", "flash_attention"],
@@ -73,7 +78,8 @@ def test_packed_documents_train_as_the_documents_do(composition):
 
 
 # ---- batches without padding, as a loader makes them -----------------------------------------------------------------
-PLUGINS = {name: COMPOSITIONS[name] for name in ("zero1", "fully-sharded", "tp2", "tp2-sp-flash", "chunked-loss")}
+ONE_ROW = {"pp2": [{"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 1}}]}
+PLUGINS = COMPOSITIONS | ONE_ROW
 
 
 def documents():
@@ -83,18 +89,25 @@ def documents():
     return [{"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
 
 
-def without_padding(plugins):
-    """Losses and weights of a loop whose loader joins documents, with the lengths that kernels of attention want."""
+def without_padding(plugins, by_lengths=False):
+    """Losses and weights of a loop whose loader joins documents, with the lengths that kernels of attention want.
+
+    Args:
+        plugins: of the accelerator.
+        by_lengths: whether lengths alone say where a document ends, and positions are left out.
+    """
     from transformers import DataCollatorWithFlattening
 
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator(config={"plugins": plugins})
-    join = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    join = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=not by_lengths)
     loader = torch.utils.data.DataLoader(documents(), batch_size=4 // accelerator.num_processes, collate_fn=join)
     torch.manual_seed(0)
     model = MODELS["llama"]()
     without_cache(model)
+    if by_lengths:
+        attend_by_lengths(model)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     losses = []
     for batch in loader:
@@ -108,10 +121,11 @@ def without_padding(plugins):
     return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
-def by_themselves():
-    """The same with each document in a call of its own, in one process."""
+def by_themselves(adapt=None):
+    """The same with each document in a call of its own, in one process; ``adapt`` changes the model before."""
     torch.manual_seed(0)
     model, losses = MODELS["llama"](), []
+    model = adapt(model) if adapt else model
     optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.1), documents()
     for first in (0, 4):
         terms = []
@@ -126,10 +140,85 @@ def by_themselves():
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("composition", PLUGINS)
-def test_batches_without_padding_train_as_the_documents_do(composition):
-    losses, weights = by_themselves()
-    for found, state in run_ranks(without_padding, 2, PLUGINS[composition]):
+def assert_like(reference, ranks):
+    losses, weights = reference
+    for found, state in ranks:
         assert found == pytest.approx(losses, rel=1e-5)
         for name, value in state.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("composition", PLUGINS)
+def test_batches_without_padding_train_as_the_documents_do(composition):
+    assert_like(by_themselves(), run_ranks(without_padding, 2, PLUGINS[composition]))
+
+
+def test_one_row_is_not_split_into_micro_batches():
+    with pytest.raises(RanksError, match="A batch of 1 samples cannot be split into 2 micro-batches"):
+        run_ranks(without_padding, 2, COMPOSITIONS["pp2"])
+
+
+# ---- an attention that reads lengths, as kernels for packed batches do -----------------------------------------------
+BY_LENGTHS = ("data-parallel", "recomputed", "fully-sharded", "tp2-sp", "pp2", "chunked-loss")
+
+
+def attend_by_lengths(model):
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("by-lengths", attention_by_lengths)
+    model.set_attn_implementation("by-lengths")
+
+
+def attention_by_lengths(module, query, key, value, mask, *, scaling, cu_seq_lens_q, cu_seq_lens_k, **options):
+    assert mask is None
+    assert torch.equal(cu_seq_lens_q, cu_seq_lens_k)
+    parts = [
+        F.scaled_dot_product_attention(
+            *(x[:, :, begin:end] for x in (query, key, value)), is_causal=True, scale=scaling
+        )
+        for begin, end in pairwise(cu_seq_lens_q.tolist())
+    ]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("composition", BY_LENGTHS)
+def test_lengths_alone_reach_the_attention(composition):
+    """Positions go on from one document to the next, but rotations of queries and keys depend on distances only."""
+    assert_like(by_themselves(), run_ranks(without_padding, 2, PLUGINS[composition], by_lengths=True))
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+ADAPTERS = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"], "init_lora_weights": False}
+LORA = {"lora": {"peft_config": ADAPTERS}}
+BESIDE_LORA = {"fully-sharded": ["fully_sharded"], "tp2-sp": COMPOSITIONS["tp2-sp"]}
+
+
+def adapted_by_peft(model):
+    """peft's own layers, under the names in which the base model keeps its own."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = inject_adapter_in_model(LoraConfig(**ADAPTERS), model)
+    named, state = model.named_parameters, model.state_dict
+    model.named_parameters = lambda *a, **k: [(plain(name), value) for name, value in named(*a, **k)]
+    model.state_dict = lambda: {plain(name): value for name, value in state().items()}
+    return model
+
+
+def plain(name):
+    return name.replace(".base_layer.", ".")
+
+
+def adapted_one_by_one(model):
+    return one_by_one(adapted_by_peft(model))
+
+
+@pytest.mark.skipif(not is_installed("neuron-accel-lora"), reason="neuron-accel-lora is not installed")
+@pytest.mark.parametrize("composition", BESIDE_LORA)
+def test_adapters_train_on_packed_documents_as_on_the_documents(composition):
+    plugins = [LORA, *BESIDE_LORA[composition]]
+    training = Training(max_norm=0.5, prepare_model=without_cache)
+    rows = packed()
+    assert_parallel_equivalence(
+        MODELS["llama"], rows, plugins, ranks=2, training=training, reference=adapted_one_by_one
+    )
+    assert_like(by_themselves(adapted_by_peft), run_ranks(without_padding, 2, plugins))
