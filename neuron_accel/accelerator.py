@@ -15,7 +15,14 @@ import torch
 from torch import nn
 
 from neuron_accel.backends.select import DryRun, Machine, connect, settle
-from neuron_accel.checkpoint.state.full_state import Weights, full_gradients, full_state_dict, without_ties
+from neuron_accel.checkpoint.state.full_state import (
+    Weights,
+    full_gradients,
+    full_state_dict,
+    is_of_transformers,
+    save_configuration,
+    without_ties,
+)
 from neuron_accel.checkpoint.state.resume import Resumed, SavedBatch, plan_of_last_checkpoint, say_batch, step_of
 from neuron_accel.checkpoint.state.session import Session, Source
 from neuron_accel.checkpoint.state.training import TrainingObjects
@@ -1040,7 +1047,9 @@ class NeuronAccelerator(Accelerator):
     ) -> None:
         """Writes the full model with original names and shapes. Collective; returns once the files are complete.
 
-        For a model of transformers its configuration is written as well, so that ``from_pretrained`` loads the folder.
+        A model of transformers is written as its own ``save_pretrained`` writes it: with its configuration, and weights
+        under the names of published models (the experts of a mixture one by one, and not stacked), so that
+        ``from_pretrained`` and servers load the folder.
 
         Args:
             model: a prepared model.
@@ -1048,20 +1057,23 @@ class NeuronAccelerator(Accelerator):
                 files in its temporary folder.
             max_shard_size: largest size of a file, such as "5GB".
             safe_serialization: whether to write safetensors, with a tied weight under its first name only; False for
-                ``torch.save``, with a tied weight under each of its names.
+                ``torch.save``, with a tied weight under each of its names, and names as in memory.
         """
         with staged(save_directory) as folder:
-            saved = model
-            if self.run.prepared(model) is not None:
-                state = self.get_state_dict(model)
-                saved = Weights(without_ties(state) if safe_serialization else state)
-            super().save_model(saved, os.fspath(folder), max_shard_size, safe_serialization)
-            if self.is_main_process:
-                unwrapped = self.unwrap_model(model)
-                for part in ("config", "generation_config"):
-                    value: Any = getattr(unwrapped, part, None)
-                    if hasattr(value, "save_pretrained"):
-                        value.save_pretrained(folder)
+            record = self.run.prepared(model)
+            original: Any = self.unwrap_model(model) if record is None else record.original
+            state = None if record is None else self.get_state_dict(model)
+            if state is not None and safe_serialization:
+                state = without_ties(state)
+            adapted = getattr(original, "_hf_peft_config_loaded", False)  # save_pretrained would write adapters only
+            if safe_serialization and is_of_transformers(original) and not adapted:
+                write = partial(type(original).save_pretrained, original, folder, max_shard_size=max_shard_size)
+                agreed(self.run, lambda: write(state_dict=state) if self.is_main_process else None)
+            else:
+                saved = model if state is None else Weights(state)
+                super().save_model(saved, os.fspath(folder), max_shard_size, safe_serialization)
+                if self.is_main_process:
+                    save_configuration(original, folder)
             agreed(self.run, lambda: upload_folder(folder, save_directory) if self.is_main_process else None)
         self.wait_for_everyone()
 

@@ -5,8 +5,9 @@ python data.py --tokenizer Qwen/Qwen3-8B --sequence 2048 --output chats chats.js
 
 Each line of a file is a JSON object. Lines with "text" are packed: one after another, with an end-of-text token
 after each, in samples of --sequence tokens. Lines with "messages", or with "prompt" and "completion", are one sample
-each: what comes before the last answer is not learnt, and the sample is padded at its end. Texts are read one at a
-time, so files may be of any size.
+each: what comes before the last answer is not learnt, and the sample is padded at its end. A text or a prompt begins
+with a begin-of-text token where the tokenizer adds one, as a server then does; of "messages" the chat template writes
+all tokens. Texts are read one at a time, so files may be of any size.
 """
 
 from __future__ import annotations
@@ -80,16 +81,28 @@ def lines(files: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{file}, line {number}", value
 
 
+def beginning(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text: its begin-of-text token, or nothing."""
+    return [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
+
+
 def conversation(tokenizer: Any, value: dict[str, Any], where: str, sequence: int) -> np.ndarray | None:
     """Ids and labels `[2, sequence]` of one sample; None if it is too long."""
+    first: list[int] = []
     if "messages" in value:
+        if tokenizer.chat_template is None:
+            raise DataError(
+                f"{where}: the tokenizer has no chat template for 'messages': take the tokenizer of an instruct model, "
+                "or write 'prompt' and 'completion'"
+            )
         before = tokenizer.apply_chat_template(value["messages"][:-1], tokenize=False, add_generation_prompt=True)
         full = tokenizer.apply_chat_template(value["messages"], tokenize=False)
     else:
         before, full = value["prompt"], value["prompt"] + value["completion"] + tokenizer.eos_token
+        first = beginning(tokenizer)
     if not full.startswith(before):
         raise DataError(f"{where}: with the chat template the answer does not follow what comes before it")
-    given = tokenizer(before, add_special_tokens=False)["input_ids"]
+    given = first + tokenizer(before, add_special_tokens=False)["input_ids"]
     ids = given + tokenizer(full[len(before) :], add_special_tokens=False)["input_ids"]
     if len(ids) > sequence:
         return None
@@ -103,13 +116,14 @@ def conversation(tokenizer: Any, value: dict[str, Any], where: str, sequence: in
 def samples(tokenizer: Any, files: Iterable[Path], sequence: int) -> Iterator[tuple[np.ndarray, bool]]:
     """Every sample, and whether all of its tokens are learnt."""
     waiting: list[int] = []
-    left_out = 0
+    first, left_out = beginning(tokenizer), 0
     for where, value in lines(files):
         if "text" in value:
-            waiting += [*tokenizer(value["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            ids = tokenizer(value["text"], add_special_tokens=False)["input_ids"]
+            waiting += [*first, *ids, tokenizer.eos_token_id]
             while len(waiting) >= sequence:
-                ids, waiting = np.array(waiting[:sequence], dtype=np.int32), waiting[sequence:]
-                yield np.stack([ids, ids]), True
+                packed, waiting = np.array(waiting[:sequence], dtype=np.int32), waiting[sequence:]
+                yield np.stack([packed, packed]), True
         elif "messages" in value or {"prompt", "completion"} <= set(value):
             row = conversation(tokenizer, value, where, sequence)
             left_out += row is None

@@ -32,8 +32,8 @@ FIGURES = ["GiB of a core", "s a step", "tokens/s", "instance hours for 1 B toke
 PUBLISHED = """\
 ### Published layouts
 
-Layouts that AWS publishes for these instances, with its batch and sequence where it names them. In the last
-column the gathered inputs of attention and feed-forward are kept, which
+Layouts that AWS publishes for these instances, with its batch and sequence where it names them. The figure in
+parentheses is with `regather=False`: the gathered inputs of attention and feed-forward are kept, which
 [`SequenceParallelPlugin`](tensor_parallel.md#gathering-again) gathers again by default. Of TorchTitan Neuron's
 families, GPT-OSS has the recipe [above](#gpt-oss-20b), with TP4 and experts over 8 ranks. Beside experts in parallel,
 fully sharded experts are sharded over the ranks that hold the same ones, and everything else over all data-parallel
@@ -212,27 +212,35 @@ def tables(predicted: dict[str, Any]) -> str:
                 ),
                 table("recipe", "instances", "mesh", *FIGURES, rows=rows),
             ]
-    rows = [
-        published_row(recipe, predicted.get(f"{recipe.model}/{recipe.name}")) for recipe in RECIPES if recipe.published
-    ]
-    head = ["layout", "published by", "differs there", "data parallel", "recomputed", "instances", "mesh"]
-    head += [*FIGURES[:2], FIGURES[-1], "GiB with `regather=False`"]
-    return "\n\n".join([*parts, PUBLISHED, table(*head, rows=rows), OVERLAP])
+    published = [recipe for recipe in RECIPES if recipe.published]
+    rows = [published_row(recipe, predicted.get(f"{recipe.model}/{recipe.name}")) for recipe in published]
+    head = ["layout", "instances", "mesh", "data parallel, recomputed", f"{FIGURES[0]} (kept)", FIGURES[1], FIGURES[-1]]
+    where = "They are published by:\n\n" + "\n".join(map(source, published))
+    return "\n\n".join([*parts, PUBLISHED, table(*head, rows=rows), where, OVERLAP])
 
 
 def table(*head: str, rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 
 
+def published_name(recipe: Recipe) -> str:
+    """The model and the instance, which no two published layouts share."""
+    return f"{MODELS[recipe.model].title.partition(' (')[0]}, {recipe.instance.partition('.')[0]}"
+
+
+def source(recipe: Recipe) -> str:
+    """Who has published a layout, and what differs there: an entry of a list."""
+    there = f"; it {recipe.theirs}" if recipe.theirs else ""
+    return f"- {published_name(recipe)}: {recipe.published}{there}"
+
+
 def published_row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]:
-    link, where, mesh, memory, times, _, _, price = row(recipe, predicted)
-    title = MODELS[recipe.model].title
+    _, where, mesh, memory, times, _, _, price = row(recipe, predicted)
+    link = f"[{published_name(recipe)}](../examples/recipes/{recipe.model}/{recipe.name}.yaml)"
     kept = (predicted or {}).get("memory_without_regather")
-    without = "" if kept is None else f"{kept / 2**30:.1f}"
+    memory += "" if kept is None else f" ({kept / 2**30:.1f})"
     kind = "ZeRO-1" if not recipe.fully_sharded else "hybrid sharded" if recipe.instances > 1 else "fully sharded"
-    again = "blocks" if recipe.recompute else "scores"
-    named = [f"{title}: {link}", recipe.published, recipe.theirs, kind, again]
-    return [*named, where, mesh, memory, times, price, without]
+    return [link, where, mesh, f"{kind}, {'blocks' if recipe.recompute else 'scores'}", memory, times, price]
 
 
 def row(recipe: Recipe, predicted: dict[str, Any] | None) -> list[str]:

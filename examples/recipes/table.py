@@ -22,6 +22,10 @@ LLAMA_2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+BASE_MODEL = (
+    "It is a base model, whose tokenizer has no chat template: fine-tune it with `prompt` and `completion`, or take "
+    "the instruct model for `messages`."
+)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL_LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
@@ -153,7 +157,8 @@ MODELS = {
             "bos_token_id": 128000,
             "eos_token_id": 128001,
         },
-        remark="The weights are behind Meta's licence: accept it on the model's page, then `hf auth login`.",
+        remark="The weights are behind Meta's licence: accept it on the model's page, then `hf auth login`. "
+        + BASE_MODEL,
     ),
     "llama-3.1-70b": Model(
         title="Llama 3.1 70B",
@@ -172,7 +177,8 @@ MODELS = {
             "bos_token_id": 128000,
             "eos_token_id": 128001,
         },
-        remark="The weights are behind Meta's licence: accept it on the model's page, then `hf auth login`.",
+        remark="The weights are behind Meta's licence: accept it on the model's page, then `hf auth login`. "
+        + BASE_MODEL,
     ),
     "llama-2-7b": Model(
         title="Llama 2 7B",
@@ -232,7 +238,7 @@ MODELS = {
             "eos_token_id": 151645,
         },
         adapted=list(ATTENTION),
-        remark="A mixture of 128 experts, of which a token uses 8. Experts take at most twice the mean number of "
+        remark="The model has 128 experts; a token uses 8. Experts take at most twice the mean number of "
         "tokens (`capacity_factor: 2.0`), so that shapes are static on a device; the tokens above it skip the expert. "
         "LoRA adapts attention; the experts are frozen.",
     ),
@@ -264,7 +270,7 @@ MODELS = {
             "eos_token_id": 200002,
         },
         adapted=list(ATTENTION),
-        remark="A mixture of 32 experts, of which a token uses 4; experts and LoRA as for Qwen3 30B-A3B. The published "
+        remark="The model has 32 experts; a token uses 4. Experts and LoRA are as for Qwen3 30B-A3B. The published "
         "weights of experts are in MXFP4, which cannot be trained. Convert them once to bfloat16: load them with "
         "`Mxfp4Config(dequantize=True)` of transformers, and `save_pretrained` the model.",
     ),
@@ -301,7 +307,7 @@ MODELS = {
             "pad_token_id": 163838,
         },
         adapted=list(ATTENTION),
-        remark="A mixture of 64 experts, of which a token uses 6, and 2 that all tokens use. Experts take at most "
+        remark="The model has 64 experts, of which a token uses 6, and 2 that all tokens use. Experts take at most "
         "twice the mean number of tokens, as for Qwen3 30B-A3B.",
     ),
     "gemma-3-1b": Model(
@@ -324,7 +330,8 @@ MODELS = {
             "pad_token_id": 0,
         },
         remark="It has one key/value head: under tensor parallelism every rank has this head, and a share of the query "
-        "heads. The weights are behind Google's licence: accept it on the model's page, then `hf auth login`.",
+        "heads. The weights are behind Google's licence: accept it on the model's page, then `hf auth login`. "
+        + BASE_MODEL,
     ),
 }
 
@@ -555,7 +562,7 @@ RECIPES = [
         fully_sharded=16,
         layout="tp4-fsdp16",
         published=f"[TorchTitan Neuron]({TITAN}/tutorials/tutorial-basic-training.html), `qwen3_8b_tp4_fsdp16_sac`",
-        theirs="recomputes by operation; here the scores of attention",
+        theirs="chooses by operation what is recomputed; here it is the scores of attention",
     ),
     Recipe(
         model="llama-3.1-8b",
@@ -567,7 +574,7 @@ RECIPES = [
         fully_sharded=16,
         layout="tp4-fsdp16",
         published=f"[TorchTitan Neuron]({TITAN}/tutorials/tutorial-simple-fsdp-training.html)",
-        theirs="SimpleFSDP, compiled",
+        theirs="is SimpleFSDP there, compiled",
     ),
     Recipe(
         model="llama-3.1-70b",
@@ -593,6 +600,6 @@ RECIPES = [
         recompute=1,
         layout="tp4-ep16",
         published=f"[TorchTitan Neuron]({TITAN}/tutorials/tutorial-simple-fsdp-training.html): DeepSeek-V3",
-        theirs="SimpleFSDP, compiled",
+        theirs="is SimpleFSDP there, compiled",
     ),
 ]

@@ -152,6 +152,8 @@ def tiny_config(config: Any) -> Any:
     missing = object()
     own = {name: getattr(config, name, missing) for name in small}
     kept = {name: None if own[name] is None else value for name, value in small.items() if own[name] is not missing}
+    if kinds := list(dict.fromkeys(getattr(config, "layer_types", None) or ())):  # a layer of each kind
+        kept["layer_types"] = (kinds * 2)[:2]
     return AutoConfig.for_model(config.model_type, **kept, bos_token_id=1, eos_token_id=1, pad_token_id=0)
 
 
@@ -159,7 +161,6 @@ def build(recipe: Recipe, weights: str | None, tiny: bool) -> Any:
     """The model in bfloat16, without memory for its weights: each rank reads, or initialises, what it holds."""
     config = AutoConfig.from_pretrained(recipe.model if weights is None else weights)
     config = tiny_config(config) if tiny else config
-    config.use_cache = False
     config._attn_implementation = "eager"  # FlashAttentionPlugin replaces it; others read values on the host
     with lazy_load_for_parallelism():
         if weights is not None:
@@ -219,7 +220,7 @@ def train(accelerator, recipe: Recipe, model, optimizer, loader, scheduler, prog
         for batch in loader:
             with accelerator.accumulate(model):
                 # With a mask, transformers does not read positions on the host to find packed sequences.
-                loss = model(**batch, attention_mask=torch.ones_like(batch["input_ids"])).loss
+                loss = model(**batch, attention_mask=torch.ones_like(batch["input_ids"]), use_cache=False).loss
                 # Samples with different numbers of labels: the mean is over the tokens of all ranks and micro-batches.
                 tokens = (batch["labels"] != IGNORED).sum() if uneven else None
                 accelerator.backward(loss, **({} if tokens is None else {"num_items": tokens}))
@@ -310,6 +311,12 @@ def main() -> int:
     optimizer = build_optimizer(model, recipe)
     loader = DataLoader(rows, micro_batch(recipe, accelerator), shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if not len(loader):
+        raise DataError(
+            f"{options.data} has {len(rows)} samples, fewer than the {micro_batch(recipe, accelerator)} of a "
+            f"micro-batch on each of {accelerator.num_processes} data-parallel ranks: add text, or choose a smaller "
+            "global_batch"
+        )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, recipe))
     scheduler, progress = accelerator.prepare(scheduler), Progress()
     accelerator.register_for_checkpointing(progress)

@@ -48,7 +48,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """Elements of this rank's shard of a tensor: the range of the flattened shard that begins at ``start`` and is as
     long as ``out``, 1-D, which gets them."""
 
@@ -183,7 +183,7 @@ class Origin:
             UsageError: for a tensor that was not recorded.
             CheckpointError: if a file cannot be read, or has changed.
         """
-        targets: dict[int, tuple[Recording, list[_Target]]] = {id(r): (r, []) for r in self.recordings}
+        targets: dict[int, tuple[Recording, list[Target]]] = {id(r): (r, []) for r in self.recordings}
 
         def fresh(name: str, known: Iterable[str], layout: Layout, at: Mapping[str, int], wanted: bool) -> torch.Tensor:
             dtype = getattr(torch, layout.dtype)
@@ -193,7 +193,7 @@ class Origin:
                 recording, view = self._found(name, known)
                 if view.size != layout.shape:
                     raise LayoutError(f"{name!r} was built with shape {view.size}, and its layout has {layout.shape}.")
-                targets[id(recording)][1].append(_Target(view, layout, at, out.view(-1)))
+                targets[id(recording)][1].append(Target(view, layout, at, out.view(-1)))
             return out
 
         for record in parameters:
@@ -227,12 +227,12 @@ class Origin:
         Returns:
             Statistics of loading.
         """
-        targets: dict[int, tuple[Recording, list[_Target]]] = {id(r): (r, []) for r in self.recordings}
+        targets: dict[int, tuple[Recording, list[Target]]] = {id(r): (r, []) for r in self.recordings}
         for name, (start, out) in wanted.items():
             record = parameters[name]
             recording, view = self._found(record.fqn, record.names)
             if out.numel():
-                targets[id(recording)][1].append(_Target(view, _layout(record), coordinates, out, start))
+                targets[id(recording)][1].append(Target(view, _layout(record), coordinates, out, start))
         done = Filled()
         for recording, found in targets.values():
             done = _fill(recording, found, done)
@@ -271,30 +271,35 @@ class Origin:
         return found
 
 
-def _fill(recording: Recording, targets: list[_Target], before: Filled) -> Filled:
-    later: dict[int, list[_Target]] = {}
+def _fill(recording: Recording, targets: list[Target], before: Filled) -> Filled:
     with Reader() as reader:
-        boxes = Boxes(recording, reader)
-        for target in targets:
-            if boxes.possible(target.view):
-                for box, out in target.pieces():
-                    boxes.read(target.view, tuple((part.start, part.stop) for part in box), out)
-            else:
-                later.setdefault(target.view.memory, []).append(target)
-
-        def deliver(memory: int, storage: torch.UntypedStorage) -> None:
-            for target in later[memory]:
-                full = tensor_of(target.view, storage)
-                for box, out in target.pieces():
-                    out.copy_(full[box or ...])
-
-        replay(recording, set(later), deliver, reader)
-        computed = sum(len(group) for group in later.values())
+        computed = fill(recording, targets, Boxes(recording, reader))
         return Filled(
             bytes_read=before.bytes_read + reader.bytes_read,
             straight=before.straight + len(targets) - computed,
             computed=before.computed + computed,
         )
+
+
+def fill(recording: Recording, targets: Sequence[Target], boxes: Boxes) -> int:
+    """Reads the elements of ``targets``; returns how many of them consist of more than slices of what is stored, so
+    that the full tensor was built temporarily."""
+    later: dict[int, list[Target]] = {}
+    for target in targets:
+        if boxes.possible(target.view):
+            for box, out in target.pieces():
+                boxes.read(target.view, tuple((part.start, part.stop) for part in box), out)
+        else:
+            later.setdefault(target.view.memory, []).append(target)
+
+    def deliver(memory: int, storage: torch.UntypedStorage) -> None:
+        for target in later[memory]:
+            full = tensor_of(target.view, storage)
+            for box, out in target.pieces():
+                out.copy_(full[box or ...])
+
+    replay(recording, set(later), deliver, boxes.reader)
+    return sum(len(group) for group in later.values())
 
 
 def materialize(model: nn.Module) -> Filled:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from neuron_accel.errors import UsageError
-from neuron_accel.lazy.mapped import Reader
 from neuron_accel.lazy.recording import Call, Recording, View, exchanged
 
 _OVERWRITE = frozenset({
@@ -24,7 +23,7 @@ def replay(
     recording: Recording,
     wanted: set[int],
     deliver: Callable[[int, torch.UntypedStorage], None],
-    reader: Reader,
+    reader: Any,
 ) -> None:
     """Computes the contents of the storages ``wanted``.
 
@@ -35,7 +34,7 @@ def replay(
         recording: the recording.
         wanted: numbers of storages in the recording.
         deliver: is called with the number and each complete storage, which is released afterwards.
-        reader: reads files.
+        reader: reads files, or any other sources of the recording.
 
     Raises:
         UsageError: if a tensor was created outside of the recording.
@@ -110,7 +109,7 @@ def _overwrites(recording: Recording, call: Call) -> bool:
 
 class _Replay:
     def __init__(
-        self, recording: Recording, plan: _Plan, deliver: Callable[[int, torch.UntypedStorage], None], reader: Reader
+        self, recording: Recording, plan: _Plan, deliver: Callable[[int, torch.UntypedStorage], None], reader: Any
     ) -> None:
         self._recording, self._plan, self._deliver, self._reader = recording, plan, deliver, reader
         self._memory: dict[int, torch.UntypedStorage] = {}

@@ -8,12 +8,13 @@ the files, and nothing else has to be read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from neuron_accel.lazy.mapped import Box, Reader
+from neuron_accel.lazy.mapped import Box
 from neuron_accel.lazy.recording import Call, Recording, View
 
 _CAT, _STACK = "aten::cat", "aten::stack"
@@ -25,15 +26,21 @@ class Boxes:
 
     Args:
         recording: the recording.
-        reader: reads files.
+        reader: reads files, or any other sources of the recording.
     """
 
-    def __init__(self, recording: Recording, reader: Reader) -> None:
-        self._reader = reader
+    def __init__(self, recording: Recording, reader: Any) -> None:
+        self.reader = reader
         self._makers: dict[int, list[Call]] = {}
         for call in recording.calls:
             for memory in (*call.written, *(view.memory for view in call.outputs)):
                 self._makers.setdefault(memory, []).append(call)
+
+    def reading(self, reader: Any) -> Boxes:
+        """Returns the same tensors with another reader."""
+        other = copy.copy(self)
+        other.reader = reader
+        return other
 
     def possible(self, view: View) -> bool:
         """Returns whether a tensor consists only of slices of files."""
@@ -61,7 +68,7 @@ class Boxes:
             return
         box, out = _onto(view, made, box, out)
         if call.source is not None:
-            self._reader.read(call.source, box, out)
+            self.reader.read(call.source, box, out)
         elif _name(call) == _CAT:
             self._read_cat(call, box, out)
         elif _name(call) == _STACK:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -81,6 +82,23 @@ class Weights(nn.Module):
 
     def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
         return self._state
+
+
+def is_of_transformers(model: Any) -> bool:
+    """Whether a model is a ``PreTrainedModel``; transformers is not imported to find out."""
+    return hasattr(type(model), "config_class") and hasattr(type(model), "save_pretrained")
+
+
+def save_configuration(model: Any, folder: str | os.PathLike[str]) -> None:
+    """Writes the configurations that a model has. That of a model of transformers names its dtype and its class, by
+    which servers choose theirs, as after ``save_pretrained`` of the model."""
+    config: Any = getattr(model, "config", None)
+    if is_of_transformers(model):
+        config.dtype, config.architectures = str(model.dtype).removeprefix("torch."), [type(model).__name__]
+    parts: list[Any] = [config, getattr(model, "generation_config", None)]
+    for part in parts:
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained(folder)
 
 
 def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:

@@ -8,11 +8,13 @@ every rank.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,7 @@ from neuron_accel.checkpoint.format.manifest import (
     read_manifest,
     replicas_in,
 )
+from neuron_accel.checkpoint.format.published import ConvertedTensor
 from neuron_accel.checkpoint.format.ranges import FileRanges
 from neuron_accel.checkpoint.format.source import SourceTensor, words
 from neuron_accel.checkpoint.format.tensorfile import (
@@ -35,6 +38,7 @@ from neuron_accel.checkpoint.format.tensorfile import (
     plugin_collection,
     read_header,
 )
+from neuron_accel.checkpoint.state.full_state import is_of_transformers
 from neuron_accel.checkpoint.state.matching import match_models
 from neuron_accel.checkpoint.state.restore import Restored
 from neuron_accel.checkpoint.state.save import STATE
@@ -43,6 +47,9 @@ from neuron_accel.checkpoint.state.training import TrainingObjects
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, did_you_mean
+from neuron_accel.lazy.context import lazy_load_for_parallelism
+from neuron_accel.lazy.filling import Origin
+from neuron_accel.lazy.slices import Boxes
 from neuron_accel.storage import Location, RemotePath
 
 if TYPE_CHECKING:
@@ -179,7 +186,7 @@ def load_weights(
 
     def indexed() -> tuple[Index, int]:
         if is_pretrained(folder):
-            return named_as(index_pretrained(folder), model), 0
+            return pretrained_index(model, folder), 0
         manifest = read_manifest(folder)
         _check_files(folder, manifest, run)
         index = index_checkpoint(folder, manifest, ("model",))
@@ -190,6 +197,48 @@ def load_weights(
     needs = agreed(run, lambda: list(_model_needs(model, index, number, may_lack_added=True)))
     with FileRanges() as files:
         agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
+
+
+def pretrained_index(model: PreparedModel, folder: Location) -> Index:
+    """Returns the tensors of a folder of transformers under the names of ``model``. Where transformers converts what it
+    loads, as it stacks the experts of a mixture, they are those that it makes of the tensors in the folder."""
+    index = named_as(index_pretrained(folder), model)
+    collection = model_collection(0)
+    tensors = index.collections[collection]
+    known = {name for record in model.parameters for name in record.names}.union(*buffers_of(model))
+    original: Any = model.original
+    if tensors.keys() <= known or not isinstance(folder, Path) or not is_of_transformers(original):
+        return index
+    dtypes = {tensor.layout.dtype for tensor in tensors.values()}
+    with lazy_load_for_parallelism():
+        loaded, said = type(original).from_pretrained(
+            folder,
+            config=copy.deepcopy(original.config),
+            dtype=getattr(torch, dtypes.pop()) if len(dtypes) == 1 else torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    origin = Origin.of(loaded)
+    if origin is None or said["unexpected_keys"]:
+        return index
+    absent = {*said["missing_keys"], *(name for name, *_ in said["mismatched_keys"])}
+    boxes = {id(recording): Boxes(recording, None) for recording in origin.recordings}
+    return Index(
+        {
+            collection: {
+                name: ConvertedTensor(
+                    name=name,
+                    layout=Layout(shape=view.size, dtype=str(view.dtype).removeprefix("torch.")),
+                    recording=recording,
+                    view=view,
+                    boxes=boxes[id(recording)],
+                    mapped=True,
+                )
+                for name, (recording, view) in origin.views.items()
+                if name in known and name not in absent
+            }
+        }
+    )
 
 
 def _check_files(folder: Location, manifest: Manifest, run: Run) -> None:

@@ -27,7 +27,7 @@ from neuron_accel.checkpoint.format.manifest import (
     saves_in,
 )
 from neuron_accel.checkpoint.state.fitting import check_counters
-from neuron_accel.checkpoint.state.full_state import full_state_dict, save_in_full
+from neuron_accel.checkpoint.state.full_state import full_state_dict, save_configuration, save_in_full
 from neuron_accel.checkpoint.state.load import load, load_weights
 from neuron_accel.checkpoint.state.resume import Resumed, SavedBatch, describe_loaded
 from neuron_accel.checkpoint.state.save import BackgroundSave, SaveAttempt, StagingMemory, prune
@@ -159,10 +159,9 @@ class Session:
         main = training.main_model() or next(iter(self._run.models), None)  # a hook may have saved the models
         model = None if main is None else main.original
         with tempfile.TemporaryDirectory() as staging:
-            parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), tokenizer]
-            for part in parts:
-                if hasattr(part, "save_pretrained"):
-                    part.save_pretrained(Path(staging))
+            save_configuration(model, staging)
+            if hasattr(tokenizer, "save_pretrained"):
+                tokenizer.save_pretrained(Path(staging))
             paths = [path for path in sorted(Path(staging).rglob("*")) if path.is_file()]
             return {path.relative_to(staging).as_posix(): path.read_bytes() for path in paths}
 

@@ -28,6 +28,7 @@ from neuron_accel.checkpoint.format.manifest import (
     read_manifest,
     replicas_in,
 )
+from neuron_accel.checkpoint.format.published import published
 from neuron_accel.checkpoint.format.ranges import FileRanges
 from neuron_accel.checkpoint.format.source import SourceTensor, words
 from neuron_accel.checkpoint.format.tensorfile import encode_header, model_collection, read_header
@@ -156,6 +157,11 @@ def consolidate(
     if others := name_models((n for n in numbers if n != number), described):
         without = "" if has_config else ", without a configuration, which the checkpoint does not have"
         say(f"model {name_models([number], described)} is written{without}; left out: {others}")
+    if "config.json" in beside:
+        try:
+            tensors = list(published(tensors, read_bytes(beside["config.json"])))
+        except Exception as error:  # of transformers, which knows the names: without it the weights are still right
+            say(f"weights keep the names that they have in memory: {type(error).__name__}: {error}")
     with checked_meanwhile(folder, manifest, (kind_of("model", replica),) if verify else ()) as check:
         return _write(tensors, beside, output, form, max_shard_size, progress, files, check)
 

@@ -21,15 +21,16 @@ from tests.guests import is_installed
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "recipes"
 FILES = sorted(FOLDER.glob("*/*.yaml"))
 PACKAGES = {"lora": "neuron-accel-lora", "expert_parallel": "neuron-accel-expert-parallel"}
+OWN_MODULES = ("table", "data", "train")
 
 
 @pytest.fixture
 def make(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("table", "data"):
+    for name in OWN_MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield runpy.run_path(str(FOLDER / "make.py"))
-    for name in ("table", "data"):
+    for name in OWN_MODULES:
         sys.modules.pop(name, None)
 
 
@@ -44,7 +45,7 @@ def test_predictions_are_those_of_the_recipes(make):
     """A recipe that was changed has to be counted again, and fits; of the layouts that AWS publishes one is tight."""
     predicted = json.loads((FOLDER / "predicted.json").read_text())
     recipes = {f"{recipe.model}/{recipe.name}": recipe for recipe in make["RECIPES"]}
-    assert predicted.keys() <= recipes.keys()
+    assert predicted.keys() == recipes.keys()
     assert [name for name, found in predicted.items() if found["of"] != make["counted_as"](recipes[name])] == []
     tight = {name: found for name, found in predicted.items() if found["memory"] > 0.9 * found["core"]}
     assert list(tight) == ["llama-3.1-70b/pretrain-trn2.48xlarge-tp4-fsdp16-hybrid"]
@@ -52,6 +53,14 @@ def test_predictions_are_those_of_the_recipes(make):
     left = 1 - found["memory"] / found["core"]
     page = (FOLDER.parents[1] / "docs" / "recipes.md").read_text()
     assert f"it leaves {left:.0%} of a core" in " ".join(page.split())
+
+
+def test_a_prediction_is_what_is_counted_today(make):
+    """Of the recipe that is counted fastest."""
+    pytest.importorskip("neuron_accel_plan", reason="neuron-accel-plan is not installed")
+    name = "gemma-3-1b/lora-trn2.48xlarge"
+    (recipe,) = (recipe for recipe in make["RECIPES"] if f"{recipe.model}/{recipe.name}" == name)
+    assert make["count"](recipe) == json.loads((FOLDER / "predicted.json").read_text())[name]
 
 
 def test_published_layouts_decide_that_inputs_are_gathered_again():
@@ -144,19 +153,104 @@ def train(recipe, arguments, ranks):
     run_ranks(run_script, ranks, str(FOLDER / "train.py"), [str(recipe), *arguments], timeout=100)
 
 
+def ranks_of(text):
+    """As many as tensor parallelism needs beside a pipeline, experts in parallel, or shards of a hybrid."""
+    return 4 if re.search("pipeline_parallel_size|expert_parallel_size|hybrid_shard_size", text) else 2
+
+
+@pytest.mark.parametrize("recipe", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_tiny_recipe_has_all_strategies_of_the_recipe(recipe, make):
+    import yaml
+    from train import Recipe
+
+    plugins = Recipe.read(recipe).tiny(ranks_of(recipe.read_text())).accelerator["plugins"]
+    degrees = {name: size for each in plugins if isinstance(each, dict) for name, size in sizes_of(each).items()}
+    given = yaml.safe_load(recipe.read_text())["accelerator"]["plugins"]
+    assert [*map(name_of, plugins)] == [*map(name_of, given)]
+    assert set(degrees.values()) <= {2}, degrees
+
+
+def name_of(plugin):
+    return plugin if isinstance(plugin, str) else next(iter(plugin))
+
+
+def sizes_of(plugin):
+    (options,) = plugin.values()
+    return {name: size for name, size in options.items() if name.endswith("_parallel_size") and size}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("models/*.json")), ids=lambda path: path.stem)
+def test_a_tiny_model_has_a_layer_of_each_kind(path, make):
+    from train import tiny_config
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    kinds = getattr(config, "layer_types", None) or []
+    assert set(getattr(tiny_config(config), "layer_types", None) or []) == set(kinds)
+
+
 @pytest.mark.parametrize("recipe", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_recipe_trains_a_tiny_model(recipe, tmp_path):
     text = recipe.read_text()
     for word, package in PACKAGES.items():
         if f"- {word}:" in text and not is_installed(package):
             pytest.skip(f"{package} is not installed")
-    train(recipe, ["--tiny", f"--output={tmp_path}"], ranks=2)
+    train(recipe, ["--tiny", f"--output={tmp_path}"], ranks=ranks_of(text))
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["steps"] == 6
     assert all(map(math.isfinite, result["losses"]))
     assert result["losses"][-1] < result["losses"][0]
     made = "adapter/adapter_model" if "- lora:" in text else "model/model"
     assert (tmp_path / f"{made}.safetensors").is_file()
+    if "- lora:" not in text:
+        assert_serves(tmp_path / "model")
+
+
+def assert_serves(folder):
+    """Whether a server finds the class of the model, and uses its cache."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config, generation = AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
+    assert config.architectures == [type(AutoModelForCausalLM.from_pretrained(folder)).__name__]
+    assert False not in (getattr(config, "use_cache", True), generation.use_cache)
+
+
+def test_an_adapter_is_extracted_from_a_checkpoint_as_the_pages_say(tmp_path, make, monkeypatch):
+    """The commands and the code of both pages, on a checkpoint of a tiny model."""
+    if not is_installed("neuron-accel-lora"):
+        pytest.skip("neuron-accel-lora is not installed")
+    import torch
+    from safetensors.torch import load_file
+    from train import Recipe, build
+
+    from neuron_accel.cli.main import main
+    from neuron_accel.lazy import materialize
+
+    docs = FOLDER.parents[1] / "docs"
+    pages = [(docs / page).read_text() for page in ("recipes.md", "guides/from-an-empty-account.md")]
+    blocks = [re.findall(r"```py\n(.*?)```", page, re.DOTALL) for page in pages]
+    code, again = (next(block for block in found if "extract_adapter" in block) for found in blocks)
+    assert code == again
+    (path,) = re.findall(r'Path\("(.*?)"\)', code)
+    recipe = FOLDER / path
+    train(recipe, ["--tiny", f"--output={tmp_path / 'out'}"], ranks=2)
+    expected = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    shutil.rmtree(tmp_path / "out" / "adapter")
+    assert (
+        main(["consolidate", "-q", str(tmp_path / "out" / "checkpoints" / "checkpoint_1"), str(tmp_path / "model")])
+        == 0
+    )
+    base = build(Recipe.read(recipe), None, tiny=True)
+    materialize(base)
+    base.save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    recipe_here = tmp_path / path
+    recipe_here.parent.mkdir()
+    recipe_here.write_text(recipe.read_text())
+    exec(code, {})
+    found = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -173,14 +267,18 @@ def data(make):
     return data
 
 
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def tokenizer(*, begins=False):
+    """``begins``: whether it puts a begin-of-text token before a text, as those of Llama and Gemma do."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     words = ["pad", "end", "user", "assistant", *(f"w{number}" for number in range(100))]
     inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="pad"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="pad", pad_token="pad", eos_token="end")
+    if begins:
+        inner.post_processor = processors.TemplateProcessing(single="w99 $A", special_tokens=[("w99", 103)])
+    of_texts = {"bos_token": "w99", "eos_token": "end"}
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="pad", pad_token="pad", **of_texts)
     made.chat_template = TEMPLATE
     return made
 
@@ -197,6 +295,31 @@ def test_texts_are_packed_without_padding(data, tmp_path):
     assert [row["input_ids"].tolist() for row in rows] == [[5, 6, 7, 1], [8, 9, 1, 10], [11, 12, 13, 1]]
     assert all(row["labels"].equal(row["input_ids"]) for row in rows)
     assert not rows.uneven
+
+
+def test_a_text_begins_as_the_tokenizer_lets_it(data, tmp_path):
+    """Packed texts and prompts begin with the token that a server puts before them; a chat template writes its own."""
+    text = written(tmp_path / "texts.jsonl", [{"text": "w1 w2"}, {"text": "w3 w4"}])
+    assert data.write(tokenizer(begins=True), [text], 4, tmp_path / "texts") == 2
+    assert [row["input_ids"].tolist() for row in data.Rows(tmp_path / "texts", 4)] == [[103, 5, 6, 1], [103, 7, 8, 1]]
+    pair = written(tmp_path / "pairs.jsonl", [{"prompt": "w1 ", "completion": "w2 "}])
+    data.write(tokenizer(begins=True), [pair], 4, tmp_path / "pairs")
+    (row,) = data.Rows(tmp_path / "pairs", 4)
+    assert row["input_ids"].tolist() == [103, 5, 6, 1]
+    assert row["labels"].tolist() == [data.IGNORED, data.IGNORED, 6, 1]
+    chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    data.write(tokenizer(begins=True), [written(tmp_path / "c.jsonl", [{"messages": chat}])], 8, tmp_path / "chats")
+    (row,) = data.Rows(tmp_path / "chats", 8)
+    assert row["input_ids"].tolist() == [2, 5, 1, 3, 6, 1, 1, 1]
+
+
+def test_conversations_need_a_chat_template(data, tmp_path):
+    of_a_base_model = tokenizer()
+    of_a_base_model.chat_template = None
+    chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    file = written(tmp_path / "chats.jsonl", [{"messages": chat}])
+    with pytest.raises(data.DataError, match=r"line 1: .* no chat template .* 'prompt' and 'completion'"):
+        data.write(of_a_base_model, [file], 8, tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt and completion"])
@@ -237,6 +360,17 @@ def test_samples_of_another_length_are_refused(data, tmp_path):
     data.write(tokenizer(), [file], 4, tmp_path / "tokens")
     with pytest.raises(data.DataError, match="samples of 4 tokens, and the recipe 8"):
         data.Rows(tmp_path / "tokens", 8)
+
+
+def test_less_than_a_batch_of_data_is_refused(data, tmp_path, monkeypatch):
+    """Instead of waiting for a first step for ever."""
+    data.write(tokenizer(), [written(tmp_path / "texts.jsonl", [{"text": "w1 " * 95}])], 32, tmp_path / "tokens")
+    recipe = FOLDER / "gemma-3-1b" / "pretrain-trn2.48xlarge.yaml"
+    train = runpy.run_path(str(FOLDER / "train.py"))
+    monkeypatch.setattr(sys, "argv", ["train.py", str(recipe), "--tiny", f"--data={tmp_path / 'tokens'}"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(data.DataError, match="has 3 samples, fewer than the 8 of a micro-batch on each of 1 "):
+        train["main"]()
 
 
 def test_a_recipe_continues_from_its_checkpoint(data, tmp_path):

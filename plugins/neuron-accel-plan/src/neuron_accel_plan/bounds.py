@@ -426,8 +426,8 @@ class Bounds:
                     if memory > self._core * self._slack(known == with_head, known.family):
                         return self._too_much(memory)
             seconds = max(of_less(facts.base, size), _NEARLY * self._by_line(like, of_less), by_less)
-            following = first if self.knows(like) or self._larger(like) else like
-            return Estimate(layout, number, 0.0, seconds, following, self._guess(layout, stages, size, number))
+            sample = first if self.knows(like) or self._larger(like) else like
+            return Estimate(layout, number, 0.0, seconds, sample, self._guess(layout, stages, size, number))
         sample = own if self.knows(own) else first
         counts = self._samples[self._key(sample)]
         if isinstance(counts, str):
