@@ -27,7 +27,10 @@ from neuron_accel.engine.optim.state import (
 )
 from neuron_accel.engine.optim.twin import STRUCTURE, StandIn, attributes_of, translate, twin
 
-_CUT = 24 * 40 // 3 + 7
+_SMALL = (24, 40)
+_LARGE = (128, 128)
+"""From some size on, optimizers with states of few bits quantize them in blocks, and others factor them. An optimizer
+is tested with it once it has passed the test with a small matrix: one that uses full parameters could take minutes."""
 _STEPS = 3
 _KINDS = 4
 _TOLERANCE = 1e-3
@@ -48,16 +51,20 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns the reason why :func:`is_elementwise` is False, or None if it is True."""
     for group, owner in _kinds(optimizer):
         try:
-            agrees = _agrees(optimizer, group, owner, matrices=1, divide=_flat_pieces)
+            agrees = all(
+                _agrees(optimizer, group, owner, matrices=1, shape=shape, divide=_flat_pieces)
+                for shape in (_SMALL, _LARGE)
+            )
         except Exception as error:  # it cannot handle 1-dim parameters (Muon), or fails for another reason
             return f"it failed on small parameters that represent shards: {type(error).__name__}: {error}"
         if not agrees:
-            return "its update uses the norm or the shape of the full parameter, which no rank would hold"
+            return "its update uses the norm, the shape or blocks of the full parameter, which no rank would hold"
     return None
 
 
 def _flat_pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
-    return matrix.reshape(-1).split([_CUT, matrix.numel() - _CUT])
+    cut = matrix.numel() // 3 + 7  # not at the end of a block of elements
+    return matrix.reshape(-1).split([cut, matrix.numel() - cut])
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
@@ -167,10 +174,11 @@ def _agrees(
     owner: torch.Tensor | None,
     *,
     matrices: int,
+    shape: tuple[int, int] = _SMALL,
     divide: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda matrix: [matrix],
     calls: Sequence[Call] = (),
 ) -> bool:
-    values, gradients = _examples(matrices)
+    values, gradients = _examples(matrices, shape)
     together = _updated(optimizer, group, owner, values, gradients, calls)
     apart = []
     for value, of_value in zip(values, gradients, strict=True):
@@ -191,19 +199,19 @@ def _is_close(one: torch.Tensor, other: torch.Tensor, value: torch.Tensor) -> bo
     return bool((errors <= _TOLERANCE * sizes).all())
 
 
-def _examples(count: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+def _examples(count: int, shape: tuple[int, int] = _SMALL) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     """Returns matrices, and for each the gradients of all steps. In float64, so that small updates are visible."""
     generator = torch.Generator().manual_seed(0)
 
     def random() -> torch.Tensor:
-        return torch.randn(24, 40, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     # Large, and with rows and columns of different scale, so that factored or normalised updates differ. Gradients have
     # a similar direction in every step, as estimates of the best learning rate expect.
-    values = [random() * torch.logspace(-2, 1, 40) for _ in range(count)]
+    values = [random() * torch.logspace(-2, 1, shape[1]) for _ in range(count)]
     gradients = []
     for index in range(count):
-        scale, direction = torch.logspace(1 + index, -2 + index, 24)[:, None], random()
+        scale, direction = torch.logspace(1 + index, -2 + index, shape[0])[:, None], random()
         gradients.append([(direction + random() / 2) * scale for _ in range(_STEPS)])
     for value, (first, *_) in zip(values, gradients, strict=True):
         # Orthogonal to the parameter, from which some optimizers (AdamP) conclude that its scale does not matter.

@@ -81,9 +81,9 @@ class ShardBuilder:
         for record in records:
             of_groups[group_of[record.current]].append(record)
         buckets = self._buckets(of_groups)
-        self._read_weights(buckets)
         if self._keeps_parameters:
             self._assign(buckets)
+        self._read_weights(buckets)
         return [self._shard(bucket) for bucket in buckets]
 
     def _buckets(self, of_groups: list[list[ParameterRecord]]) -> list[Bucket]:

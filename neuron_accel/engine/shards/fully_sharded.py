@@ -18,7 +18,7 @@ import torch
 
 from neuron_accel.engine.optim.buckets import Bucket, make_buckets
 from neuron_accel.engine.shards.eager_shard import EagerShard, SendBuffers
-from neuron_accel.engine.shards.gathered_shard import GatheredShard
+from neuron_accel.engine.shards.gathered_shard import GatheredShard, UnequalGatheredShard
 from neuron_accel.engine.shards.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.engine.shards.lazy_shard import LazyShard
 from neuron_accel.engine.shards.optimizer import ShardedOptimizer, return_freed_memory
@@ -279,8 +279,10 @@ class FullyShardedOptimizer(ShardedOptimizer):
         if units.keeps(arguments["bucket"].records[0]):
             return super()._eager_shard(**arguments)
         own = self._own.pop(id(arguments["bucket"]), None)
-        arguments |= {"buffers": self._passing, "near": self._weights.near}
-        shard = GatheredShard(read=self._weights.read, own=own, **arguments)
+        is_equal = arguments["partition"].bounds is None
+        arguments |= {"buffers": self._passing, "near": self._weights.near if is_equal else None}
+        kind = GatheredShard if is_equal else UnequalGatheredShard
+        shard = kind(read=self._weights.read, own=own, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         if unit is units.root and self._before_units not in units.before_units:
             units.before_units.append(self._before_units)

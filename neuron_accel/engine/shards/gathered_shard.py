@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from neuron_accel.backends.group import Then
 from neuron_accel.engine.sharding.parameters import WeightShard
-from neuron_accel.engine.shards.eager_shard import EagerShard
+from neuron_accel.engine.shards.eager_shard import EagerShard, UnequalShard
 from neuron_accel.engine.shards.released import release, restore
 from neuron_accel.errors import UsageError
 
@@ -121,8 +122,11 @@ class GatheredShard(EagerShard):
         with torch.no_grad():
             self.sync_user_weights()
         self._storage.resize_(self._nbytes)
+        self._arriving = self._start_gather()
+
+    def _start_gather(self) -> Pending:
         own, group = (self._own, self.group) if self._near_part is None else (self._near_part, self._near)
-        self._arriving = self.run.backend.start_all_gather_into(self._flat, own, group)  # type: ignore[arg-type]
+        return self.run.backend.start_all_gather_into(self._flat, own, group)  # type: ignore[arg-type]
 
     def gather(self) -> None:
         """The parameters have their values when this returns. Collective."""
@@ -218,7 +222,7 @@ class GatheredShard(EagerShard):
 
     def _room(self) -> torch.Tensor:
         """Returns memory for this rank's shard of the gradients that are being reduced, which no step keeps."""
-        return torch.empty(self.partition.chunk, dtype=self.optimizer_dtype, device=self._device)
+        return torch.empty(self._chunk.numel(), dtype=self.optimizer_dtype, device=self._device)
 
     # ---- what the optimizer does -------------------------------------------------------------------------------------
     def before_update(self, state: Any, *, by_gradients: bool) -> dict[torch.Tensor, list[torch.nn.Parameter]]:
@@ -273,7 +277,7 @@ class GatheredShard(EagerShard):
             self._move()
         if self.is_held:  # a write through `.data` does not count, so all values are taken
             with torch.no_grad():
-                self._own.copy_(self.run.backend.chunk(self._flat, self.group))
+                self._own.copy_(self._chunk_of(self._flat))
                 if self.has_masters:
                     self._take_into_masters(self._own)
 
@@ -292,7 +296,7 @@ class GatheredShard(EagerShard):
     def _take_assigned(self, assigned: list[int]) -> None:
         super()._take_assigned(assigned)
         self._use(self._flat)
-        self._own = self.run.backend.chunk(self._flat, self.group)
+        self._own = self._chunk_of(self._flat)
 
     def _check_has_values(self, index: int, parameter: torch.Tensor) -> None:
         """Raises UsageError if a tensor was assigned that was computed from a parameter without values."""
@@ -325,6 +329,19 @@ class GatheredShard(EagerShard):
                 with torch.no_grad():
                     master, new = piece.master, new.view(piece.master.shape)
                     master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+
+
+class UnequalGatheredShard(GatheredShard, UnequalShard):
+    """The shard of a bucket of whole parameters whose chunks differ, see
+    :class:`~neuron_accel.engine.shards.eager_shard.UnequalShard`.
+
+    Ranks sum buffers that are zero outside of their chunks: twice the bytes of an all-gather, and no padding.
+    """
+
+    def _start_gather(self) -> Pending:
+        flat = self._flat
+        self._chunk_of(flat.zero_()).copy_(self._own)
+        return Then(self.run.backend.start_all_reduce(flat, self.group), flat.copy_)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

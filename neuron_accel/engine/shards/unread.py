@@ -54,7 +54,8 @@ def read_weights(
         if is_kept or not any(record.is_unread for record in bucket.records):
             continue
         places = partition(bucket)
-        own = result[id(bucket)] = torch.zeros(places.chunk, dtype=bucket.dtype)
+        place = places.place(group.index)
+        own = result[id(bucket)] = torch.zeros(place.stop - place.start, dtype=bucket.dtype)
         for span in places.spans(group.index):
             record = bucket.records[span.parameter]
             part = own[span.offset : span.offset + span.stop - span.start]

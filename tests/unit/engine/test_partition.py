@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable
+from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, why_not_elementwise
 from neuron_accel.engine.shards.partition import MOST_PADDING, even, owners_of, unsplit
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -140,6 +140,41 @@ def test_tries_classes_it_has_never_seen(kind):
     optimizer = kind([nn.Parameter(torch.ones(3, 4))], lr=0.0)
     assert not is_elementwise(optimizer)
     assert is_separable(optimizer)
+
+
+class _Momentum8Bit(torch.optim.Optimizer):
+    """Keeps momentum in 8 bits for parameters of 4096 elements and more, as torchao's optimizers: with one scale for
+    every 256 elements."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = p.grad + 0.9 * self.state[p].get("momentum", 0)
+                p.add_(momentum, alpha=-group["lr"])
+                if p.numel() >= 4096 and p.numel() % 256 == 0:
+                    blocks = momentum.view(-1, 256)
+                    scales = blocks.abs().amax(dim=1, keepdim=True) / 127
+                    momentum = ((blocks / scales).round() * scales).view(p.shape)
+                self.state[p]["momentum"] = momentum
+
+
+def test_finds_states_that_are_quantized_in_blocks_from_some_size_on():
+    optimizer = _Momentum8Bit([nn.Parameter(torch.ones(3, 4))])
+    assert "blocks of the full parameter" in why_not_elementwise(optimizer)
+    assert is_separable(optimizer)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_finds_that_those_of_torchao_are(name):
+    library = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    optimizer = getattr(library, name)([nn.Parameter(torch.ones(3, 4))], lr=1e-2)
+    with torch.compiler.set_stance("force_eager"):  # it compiles its step for every shape
+        assert "blocks of the full parameter" in why_not_elementwise(optimizer)
+        assert is_separable(optimizer)
 
 
 @pytest.mark.parametrize("kind", [_GlobalNorm, _OwnRate])

@@ -130,15 +130,43 @@ WHOLE = sharded(partition="parameters")
     [
         ("adafactor", [WHOLE], 2),
         ("lamb", [TP2, WHOLE], 4),
+        ("lamb", [WHOLE], 4),
         ("muon", [sharded(partition="parameters", reshard_after_forward=False)], 2),
     ],
-    ids=["adafactor", "lamb-tp2", "muon-stage-2"],
+    ids=["adafactor", "lamb-tp2", "lamb-chunks-that-differ", "muon-stage-2"],
 )
 def test_optimizers_that_need_full_parameters(name, plugins, ranks):
     """Each parameter of a unit is on one rank in full, which updates it; others gather it for its use."""
     optimizer, _ = OPTIMIZERS[name]
     training = Training(optimizer=optimizer, max_norm=0.5, accumulation=2)
     assert_parallel_equivalence(MODELS["llama"], token_batches(4), plugins, ranks=ranks, training=training)
+
+
+def losses_of_a_model_read(folder, is_lazy):
+    from contextlib import nullcontext
+
+    from transformers import AutoModelForCausalLM
+
+    from neuron_accel import FullyShardedPlugin, NeuronAccelerator, lazy_load_for_parallelism
+
+    accelerator = NeuronAccelerator(plugins=[FullyShardedPlugin(partition="parameters")])
+    with lazy_load_for_parallelism() if is_lazy else nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    model, optimizer = accelerator.prepare(model, OPTIMIZERS["lamb"][0](model.parameters(), lr=1e-2))
+    losses = []
+    for batch in token_batches(3):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_they_update_weights_that_each_rank_reads_by_itself(tmp_path):
+    MODELS["llama-tied"]().save_pretrained(tmp_path)
+    expected, found = (run_ranks(losses_of_a_model_read, 2, str(tmp_path), is_lazy) for is_lazy in (False, True))
+    assert found == expected
 
 
 def shards_elements():

@@ -9,6 +9,11 @@ from neuron_accel.testing import run_ranks
 from tests.distributed.models import llama, token_batches
 
 ENDS = ("embed_tokens.weight", "lm_head.weight")
+LAYOUTS = {
+    "zero1": [{"zero1": {"partition": "parameters"}}],
+    "fully-sharded": [{"fully_sharded": {"partition": "parameters"}}],
+    "tp": [{"model_parallelism": {"tensor_parallel_size": 2}}],
+}
 
 
 def train(plugins):
@@ -34,15 +39,23 @@ def train(plugins):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return losses
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.free_memory()
+    return losses, weights
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_two_optimizers_of_one_model(ranks):
-    (alone,) = run_ranks(train, 1, [])
-    for losses in run_ranks(train, ranks, [{"zero1": {"partition": "parameters"}}]):
-        assert losses == pytest.approx(alone, rel=1e-4)
+def train_all(layouts):
+    return [train(plugins) for plugins in layouts]
+
+
+def test_two_optimizers_of_one_model():
+    ((alone, expected),) = run_ranks(train_all, 1, [[]])[0]
     assert alone[-1] != pytest.approx(alone[0], rel=1e-3)
+    for layout, (losses, weights) in zip(LAYOUTS, run_ranks(train_all, 2, list(LAYOUTS.values()))[0], strict=True):
+        assert losses == pytest.approx(alone, rel=1e-4), layout
+        for name, value in expected.items():
+            error = (weights[name] - value).abs().max() / value.abs().max()
+            assert error < 5e-3, (layout, name)  # it orthogonalises in bfloat16
 
 
 def elementwise_only():

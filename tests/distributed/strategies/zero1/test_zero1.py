@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import statistics
 import warnings
 
@@ -162,6 +163,49 @@ def test_third_party_optimizers(optimizer, partition, tolerance, layout):
     reference = run_ranks(train_alone, 1, model, batches, training)[0]
     config = {"plugins": [*plugins, {"zero1": {"partition": partition, "bucket_cap_mb": 0.01}}]}
     compare(reference, run_ranks(train_on_rank, ranks, model, batches, config, training)[0], tolerance)
+
+
+def soap_of_a_library(parameters):
+    from pytorch_optimizer import SOAP
+
+    return SOAP(parameters, lr=1e-2, precondition_frequency=2)
+
+
+def adamw_of_8_bits(parameters):
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(parameters, lr=1e-2)
+
+
+def llama_with_large_matrices():
+    return llama(vocabulary=256)  # of 8192 elements: smaller ones than 4096 are not quantized
+
+
+def train_with_each(model, batches, plugins, training):
+    return [train_on_rank(model, batches, {"plugins": each}, training) for each in plugins]
+
+
+SHARDED = {"zero1": {"partition": "parameters", "bucket_cap_mb": 0.01}}, {"fully_sharded": {"partition": "parameters"}}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2-dp2"])
+@pytest.mark.parametrize(
+    ("optimizer", "package"),
+    [(soap_of_a_library, "pytorch_optimizer"), (adamw_of_8_bits, "torchao")],
+    ids=["soap", "8-bit"],
+)
+def test_updates_that_depend_on_rounding_are_those_of_unsharded_state(optimizer, package, layout):
+    """Eigenvectors of the eigenvalue zero, and values between two codes: the reference has the gradients of the same
+    ranks, to the bit."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    ranks, plugins = LAYOUTS[layout]
+    compared = [plugins, *([*plugins, each] for each in SHARDED)]
+    batches, training = token_batches(4), Training(optimizer=optimizer)
+    model, eager = llama_with_large_matrices, {"TORCHDYNAMO_DISABLE": "1"}  # torchao compiles its step for every shape
+    reference, *found = run_ranks(train_with_each, ranks, model, batches, compared, training, env=eager)[0]
+    for trace in found:
+        compare(reference, trace, Tolerance(loss=0, norm=0, gradient=0, weight=0))
 
 
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
