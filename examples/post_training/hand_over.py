@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from neuron_accel.contract import AxisKind
 
@@ -29,16 +31,40 @@ INSIDE_PEFT = "base_model.model."
 def stream_weights(accelerator: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields name and full value of each parameter of the original model, on the CPU of the main process.
 
-    Every rank iterates to the end; the others get nothing. A tied weight comes once, under its first name. LoRA factors
-    of peft are added to the weights that they adapt.
+    Names are those of published models, which `save_pretrained` writes: the experts of a layer, which transformers
+    stacks, come one by one. Every rank iterates to the end; the others get nothing. A tied weight comes once, under its
+    first name. LoRA factors of peft are added to the weights that they adapt.
 
     Args:
         accelerator: that prepared the model.
         model: the model as `prepare` returned it, or as a Trainer keeps it (`trainer.model_wrapped`).
     """
-    adapted = getattr(accelerator.unwrap_model(model), "peft_config", None)
-    gathered = _gathered(accelerator.run, model)
-    yield from _merged(gathered, next(iter(adapted.values()))) if adapted else gathered
+    original = accelerator.run.prepared(model).original
+    adapted = getattr(original, "peft_config", None)
+    weights = _gathered(accelerator.run, model)
+    if adapted:
+        weights, original = _merged(weights, next(iter(adapted.values()))), original.get_base_model()
+    yield from _published(weights, original) if isinstance(original, PreTrainedModel) else weights
+
+
+def _published(
+    weights: Iterator[tuple[str, torch.Tensor]], model: PreTrainedModel
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights as `save_pretrained` writes them.
+
+    Raises:
+        ValueError: if one is made of several: they are here one at a time.
+    """
+    done: set[str] = set()
+    for name, value in weights:
+        made = revert_weight_conversion(model, {name: value})
+        del value
+        if twice := done & made.keys():
+            raise ValueError(f"{twice.pop()!r} is made of several weights: use save_model, and load the folder")
+        done |= made.keys()
+        while made:
+            published = next(iter(made))
+            yield published, made.pop(published)
 
 
 def _gathered(run: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

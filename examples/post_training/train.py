@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import copy
 import json
+import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # First: it chooses the device for Accelerate.
 from neuron_accel import NeuronAccelError, NeuronTrainerMixin, lazy_load_for_parallelism  # isort: skip
 import datasets
 import trl
+from rollouts import Rollouts
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -108,6 +111,10 @@ class ScriptArguments:
     data: str | None = field(
         default=None, metadata={"help": "JSON lines in the format of TRL's trainer; none: texts of words from a list."}
     )
+    lora_r: int = field(default=0, metadata={"help": "Rank of LoRA adapters of all linear layers; 0: no adapters."})
+    server: str | None = field(
+        default=None, metadata={"help": "A Python file that generates for GRPO: see rollouts.py."}
+    )
 
 
 def distinct(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -171,16 +178,33 @@ def main() -> int:
     if not rows:
         raise SystemExit("train.py: there is nothing to train on: name a file with --data")
     more: dict[str, Any] = {}
-    if method in ("dpo", "kto"):  # the model before training, which TRL otherwise loads by the name of the model
+    if script.lora_r:
+        from peft import LoraConfig
+
+        kind = "SEQ_CLS" if method == "reward" else "CAUSAL_LM"  # of which the first trains the head, too
+        more["peft_config"] = LoraConfig(
+            r=script.lora_r, lora_alpha=2 * script.lora_r, target_modules="all-linear", task_type=kind
+        )
+    elif method in ("dpo", "kto"):  # the model before training, which TRL otherwise loads by the name of the model
         more["ref_model"] = copy.deepcopy(model) if script.model is None else build(script.model, method)
     if method in ("grpo", "rloo"):
         more["reward_funcs"] = distinct
-        arguments.beta = 0.0 if script.model is None else arguments.beta  # without a name, no reference is loaded
+        named = script.model is not None or script.lora_r  # TRL loads a reference by the name of the model
+        arguments.beta = arguments.beta if named else 0.0
+    if script.server is not None:
+        if method != "grpo":
+            raise SystemExit("train.py: --server generates for GRPO only")
+        is_main = arguments.distributed_state.is_main_process
+        more["rollout_func"] = Rollouts(SimpleNamespace(**runpy.run_path(script.server)) if is_main else None)
     trainer = trainer_class(
         model=model, args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer, **more
     )
     trainer.train()
-    trainer.save_model()
+    if script.lora_r:  # the adapters only, in peft's format; every rank calls it
+        adapted = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        adapted.save_pretrained(arguments.output_dir, is_main_process=trainer.is_world_process_zero())
+    else:
+        trainer.save_model()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if trainer.is_world_process_zero():
         Path(arguments.output_dir, "losses.json").write_text(json.dumps(losses))

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from neuron_accel.testing import run_ranks
 from tests.distributed.examples.test_examples import EXAMPLES
 from tests.distributed.models import MODELS
+from tests.guests import is_installed
 
 SCRIPT = EXAMPLES / "post_training" / "hand_over.py"
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
@@ -125,3 +126,35 @@ def test_a_server_gets_the_weights(composition):
     bound = max(layers.values()) + 2 * largest  # a layer, and of it one weight with its copy for the server
     assert bound < sum(layers.values())
     assert max(at_once, *(bytes_of_rank for _, _, bytes_of_rank, _ in others)) <= bound
+
+
+def mixture():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "head_dim": 8, "vocab_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2))
+
+
+def hands_over_experts():
+    from neuron_accel import NeuronAccelerator
+
+    stream_weights = runpy.run_path(str(SCRIPT))["stream_weights"]
+    accelerator = NeuronAccelerator(config={"plugins": [{"expert_parallel": {"expert_parallel_size": 2}}]})
+    model = mixture()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    return {name: value.clone() for name, value in stream_weights(accelerator, model)}
+
+
+def test_a_server_gets_experts_under_their_published_names(tmp_path):
+    if not is_installed("neuron-accel-expert-parallel"):
+        pytest.skip("neuron-accel-expert-parallel is not installed")
+    from safetensors.torch import load_file
+
+    mixture().save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    weights, nothing = run_ranks(hands_over_experts, 2)
+    assert not nothing
+    assert weights.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(weights[name], value)] == []

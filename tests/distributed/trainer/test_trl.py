@@ -174,7 +174,7 @@ def adapt(folder, ranks_with_data, more, name, ours=True):
     if name in ("KTO", "Reward"):
         return judge(folder, ranks_with_data, more, name, ours, **adapted)
     if name in ("GRPO", "RLOO"):
-        return reinforce(folder, ranks_with_data, {"beta": 0.1} | more, name, ours, **adapted)
+        return reinforce(folder, ranks_with_data, {"beta": 0.1} | more, name, ours=ours, **adapted)
     kinds = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     kind, arguments = with_mixin(*kinds) if ours else kinds
     columns = rows(prompt=((3, 4), 1), chosen=((5, 3, 4), 2), rejected=((4, 6), 3))
@@ -208,8 +208,9 @@ ENDS = range(VOCABULARY // 2, VOCABULARY)
 """Tokens that end a completion: so many that completions, and the generations of ranks, differ in length."""
 
 
-def reinforce(folder, ranks_with_data, more, name, ours=True, **adapted):
-    """Every data-parallel rank samples with a seed of its own, as TRL sets it."""
+def reinforce(folder, ranks_with_data, more, name, reference=None, ours=True, **adapted):
+    """Every data-parallel rank samples with a seed of its own, as TRL sets it. ``reference`` is a folder, from which
+    TRL loads the model that the policy is compared with."""
     import trl
     from transformers import set_seed
 
@@ -221,9 +222,10 @@ def reinforce(folder, ranks_with_data, more, name, ours=True, **adapted):
 
     policy = model()
     policy.generation_config.eos_token_id = list(ENDS)
+    policy.config._name_or_path = reference or ""
     kinds = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     kind, arguments = with_mixin(*kinds) if ours else kinds
-    own = {"num_generations": 2, "max_completion_length": 4, "beta": 0.0}
+    own = {"num_generations": 2, "max_completion_length": 4, "beta": 0.5 if reference else 0.0}
     trainer = kind(
         model=policy,
         reward_funcs=checksum,
@@ -236,6 +238,7 @@ def reinforce(folder, ranks_with_data, more, name, ours=True, **adapted):
     found = finish(trainer, ours)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     found["rewards"], found["seen"] = [entry["reward"] for entry in history], seen
+    found["divergences"] = [entry["kl"] for entry in history if "kl" in entry]
     return found
 
 
@@ -252,6 +255,30 @@ def test_of_rewards(trainer, name, stock, tmp_path):
         assert mine["seen"] == expected["seen"]
         assert mine["rewards"] == pytest.approx(expected["rewards"])
         assert_same(mine, expected, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def reference_folder(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("reference"))
+    reference_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["dp2+zero1", "tp2", "dp2+fully-sharded"])
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
+def test_of_rewards_and_a_reference(trainer, name, stock, reference_folder, tmp_path):
+    """The model in a folder is a second one, with full weights; the divergence from it is part of the loss."""
+    pytest.importorskip("trl")
+    ranks, more = COMPOSITIONS[name]
+    with_data = ranks // more.get("tensor_parallel_size", 1)
+    given = (trainer, reference_folder)
+    theirs = stock(reinforce, with_data, *given)
+    for rank, mine in enumerate(run_ranks(reinforce, ranks, str(tmp_path), with_data, more, *given)):
+        expected = theirs[rank % with_data]
+        assert mine["seen"] == expected["seen"]
+        assert mine["divergences"] == pytest.approx(expected["divergences"], rel=1e-3)
+        assert min(map(abs, mine["divergences"])) > 1e-3
+        assert_same(mine, expected, 1e-3, atol=1e-6)
 
 
 def refused(folder):
