@@ -256,7 +256,8 @@ def cuda(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def families(session: nox.Session) -> None:
-    """Every family of transformers, tiny, sharded and in one process; writes docs/supported_models.md."""
+    """Every family of transformers, and many of diffusers, tiny, sharded and in one process; writes
+    docs/supported_models.md."""
     install(session, NATIVE_TORCH, ".[test]")
     sweep = ["python", "-m", "tests.sweeps.families"]
     if session.posargs:
@@ -267,9 +268,18 @@ def families(session: nox.Session) -> None:
     for kind in ("images", "images with text", "sequences to sequences", "speech to text", "speech, aligned"):
         for layouts in ([], ["--layouts", "tp2", "tp2+sp"]):
             session.run(*sweep, "--write", "docs/supported_models.md", "--kind", kind, *layouts)
+    session.run(*sweep, "--write", "docs/supported_models.md", "--kind", "diffusion")  # no plan for other layouts
     # Columns of the first table alone: families that tests/sweeps/families.py names.
     session.run(*sweep, "--write", "docs/supported_models.md", "--popular", "--layouts", "planned")
     session.run(*sweep, "--write", "docs/supported_models.md", "--popular", "--layouts", "experts over 2 ranks")
+
+
+@nox.session(default=False)
+def scripts(session: nox.Session) -> None:
+    """Training scripts of diffusers, transformers and accelerate, unmodified, with the class swapped, in checkouts:
+    nox -s scripts -- ../diffusers ../transformers ../accelerate --write docs/guides/from-accelerate.md"""
+    install(session, NATIVE_TORCH, ".[test]", "torchvision", "timm>=1")
+    session.run("python", "-m", "tests.sweeps.scripts", *session.posargs)
 
 
 @nox.session(default=False)

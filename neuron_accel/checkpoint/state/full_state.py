@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -242,9 +243,11 @@ class SaveFull:
 
 def save_in_full(record: PreparedModel, run: Run) -> None:
     """Makes ``save_pretrained`` of a sharded model write the full model, until the end of the run."""
-    sharded = record.gathers_weights or any(r.layout.cuts or r.holders for r in record.parameters)
+    sharded = any(r.layout.cuts or r.holders for r in record.parameters)
+    if record.optimizable:  # plugins that gather weights for their use have not acted yet
+        sharded |= any("weights" in plugin.sharded_over_replicas() for plugin in run.plan.plugins)
     save = getattr(record.original, _METHOD, None)
-    if sharded and save is not None:
+    if sharded and save is not None and "state_dict" in inspect.signature(save).parameters:
         replacement = SaveFull(record, run, save)
         setattr(record.original, _METHOD, replacement)
         record.handles.append(replacement)

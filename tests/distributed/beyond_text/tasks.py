@@ -1,8 +1,10 @@
 """Tiny models beyond causal text, made on the spot, each with its data, its loss and the loop of its library's scripts:
-Accelerate's examples for vision and speech, diffusers' `examples/unconditional_image_generation`."""
+Accelerate's examples for vision and speech, diffusers' `examples/unconditional_image_generation`, which also keeps a
+moving average of the weights."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ class Task:
         row: the sample of a number, drawn from a generator.
         loss: of the model and a batch.
         collate: makes a batch of samples; None: stacks them.
+        averaged: whether the loop keeps a moving average of the weights, by diffusers' class.
         blocks: patterns of the blocks that are gathered together, for a model whose library does not mark them.
     """
 
@@ -30,6 +33,7 @@ class Task:
     row: Callable[[torch.Generator], dict[str, torch.Tensor]]
     loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor] = lambda model, batch: model(**batch).loss
     collate: Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]] | None = None
+    averaged: bool = False
     blocks: tuple[str, ...] = ()
 
 
@@ -174,6 +178,9 @@ def dit():
     return model
 
 
+UNET_BLOCKS = ("down_blocks.*", "mid_block", "up_blocks.*")
+
+
 def noisy_picture(generator):
     return {
         "clean": torch.randn(1, 8, 8, generator=generator),
@@ -196,19 +203,21 @@ def of_the_noise_of_a_class(model, batch):
 
 
 TASKS = {
-    "vit": Task(vit, picture),
+    "vit": Task(vit, picture, averaged=True),
     "whisper": Task(whisper, recording),
     "t5": Task(t5, translation),
     "qwen2_5_vl": Task(qwen2_5_vl, seen_by_qwen, collate=in_a_row),
     "gemma3": Task(gemma3, seen_by_gemma),
-    "unet": Task(unet, noisy_picture, of_the_noise, blocks=("down_blocks.*", "mid_block", "up_blocks.*")),
-    "dit": Task(dit, noisy_picture, of_the_noise_of_a_class, blocks=("transformer_blocks.*",)),
+    "unet": Task(
+        unet, noisy_picture, of_the_noise, averaged=True, blocks=("down_blocks.*", "mid_block", "up_blocks.*")
+    ),
+    "dit": Task(dit, noisy_picture, of_the_noise_of_a_class, averaged=True, blocks=("transformer_blocks.*",)),
 }
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
-def train(task: str, plugins: list[Any] | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of the loop, with Accelerate's class if ``plugins`` is None."""
+def train(task: str, plugins: list[Any] | None = None) -> tuple[list[float], dict[str, dict[str, torch.Tensor]]]:
+    """Losses of the loop, its weights and perhaps their average, with Accelerate's class if ``plugins`` is None."""
     if plugins is None:
         from accelerate import Accelerator
 
@@ -217,6 +226,7 @@ def train(task: str, plugins: list[Any] | None = None) -> tuple[list[float], dic
         from neuron_accel import NeuronAccelerator
 
         accelerator = NeuronAccelerator(config={"plugins": plugins})
+    full_weights = getattr(accelerator, "full_weights", contextlib.nullcontext)
     chosen, generator = TASKS[task], torch.Generator().manual_seed(1)
     rows = [chosen.row(generator) for _ in range(ROWS)]
     size = BATCH // accelerator.num_processes
@@ -228,7 +238,15 @@ def train(task: str, plugins: list[Any] | None = None) -> tuple[list[float], dic
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     loader = torch.utils.data.DataLoader(rows, batch_size=size, collate_fn=chosen.collate)  # type: ignore[arg-type]
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    processes = accelerator.num_processes  # a prepared scheduler advances once for each
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / processes))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    average = None
+    if chosen.averaged:
+        from diffusers.training_utils import EMAModel
+
+        with full_weights(model):
+            average = EMAModel(model.parameters(), use_ema_warmup=True)
     model.train()
     losses = []
     for batch in loader:
@@ -238,11 +256,23 @@ def train(task: str, plugins: list[Any] | None = None) -> tuple[list[float], dic
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
+        if average is not None and accelerator.sync_gradients:
+            with full_weights(model):
+                average.step(model.parameters())
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    weights = {"trained": copied(accelerator.get_state_dict(model))}
+    if average is not None:
+        with full_weights(model):
+            average.copy_to(model.parameters())
+        weights["averaged"] = copied(accelerator.get_state_dict(model))
     # Before the process group is destroyed: a DistributedDataParallel that is the last to hold it waits for gloo's
     # threads in its destructor, and they may wait for the interpreter that it holds (PyTorch issue 56297).
-    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    model, optimizer, loader, scheduler = accelerator.free_memory(model, optimizer, loader, scheduler)
     accelerator.end_training()
     return losses, weights
+
+
+def copied(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in weights.items()}

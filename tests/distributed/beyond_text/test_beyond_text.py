@@ -33,10 +33,11 @@ def test_the_loop_with_the_class_swapped(task, composition):
     losses, weights = stock(task)
     ranks = run_ranks(train, 2, task, plugins(task, composition))
     assert [found for found, _ in ranks] == [pytest.approx(losses, rel=1e-5)] * 2
-    found = ranks[0][1]
-    assert found.keys() == weights.keys()
-    for name, value in weights.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5, msg=name)
+    for kind, expected in weights.items():
+        found = ranks[0][1][kind]
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5, msg=f"{kind}: {name}")
 
 
 def refused(task):

@@ -315,11 +315,11 @@ def _save_in_full(folder: str, plugins: list, model: str) -> dict:
 
 
 @pytest.mark.parametrize("model", ["gpt2-tied", "llama-padded"])
-@pytest.mark.parametrize("topology", ["dp1", "tp2-dp2-zero1", "pp2-tp2"])
+@pytest.mark.parametrize("topology", ["dp1", "tp2-dp2-zero1", "pp2-tp2", "dp2-fully-sharded"])
 def test_the_full_model_is_saved_from_any_mesh(tmp_path, model, topology):
     from transformers import AutoModelForCausalLM
 
-    ranks, plugins = TOPOLOGIES[topology]
+    ranks, plugins = {**TOPOLOGIES, "dp2-fully-sharded": (2, ["fully_sharded"])}[topology]
     contents = run_ranks(_save_in_full, ranks, str(tmp_path), plugins, model)[0]
     for folder in ("pretrained", "model"):
         loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
