@@ -3,7 +3,6 @@
 import argparse
 import ast
 import enum
-import importlib.util
 import inspect
 import os
 import re
@@ -24,9 +23,7 @@ author = "The neuron_accel developers"
 release = __version__
 copyright = "The neuron_accel developers, Apache-2.0"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-if importlib.util.find_spec("sphinx_copybutton") is not None:
-    extensions.append("sphinx_copybutton")  # a button that copies a block of code
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 autodoc_member_order = "bysource"
 # In the signature only: docstrings describe the parameters already, and a second list would repeat them.
 autodoc_typehints = "signature"

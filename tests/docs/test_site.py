@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    for name in ("sphinx", "furo", "myst_parser"):
+    for name in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):
         pytest.importorskip(name, reason=f"{name} is not installed (the extra docs)")
     for name in ("neuron_accel_report", "neuron_accel_plan", "neuron_accel_emulation"):
         pytest.importorskip(name, reason="the reference describes it, too")
