@@ -126,14 +126,18 @@ def _world(plugins: Sequence[StrategyPlugin]) -> dict[str, Any]:
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 def consolidation_problems(folder: str, weights: Mapping[str, torch.Tensor], output: Path) -> list[str]:
-    """Whether consolidating a checkpoint yields the weights of the run."""
+    """Whether consolidating a checkpoint yields the weights of the run, under the names of published models."""
     from safetensors.torch import load_file
 
+    from neuron_accel.checkpoint.format.published import as_published, model_of
     from neuron_accel.checkpoint.tools.consolidate import consolidate
 
     found: dict[str, torch.Tensor] = {}
     for path in consolidate(Path(folder), output / "model"):
         found |= load_file(str(path))
+    config = output / "model" / "config.json"
+    if config.exists() and (model := model_of(config.read_bytes(), weights.keys())) is not None:
+        weights = as_published(model, dict(weights))
     problems = [f"the consolidated model has {name!r}, and the run had not" for name in found if name not in weights]
     for name, value in weights.items():
         if name in found and not torch.equal(found[name], value):

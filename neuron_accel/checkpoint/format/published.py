@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -133,8 +133,8 @@ def published(tensors: Sequence[SourceTensor], config: bytes) -> Sequence[Source
     Raises:
         Exception: of transformers, or if it is not installed.
     """
-    model = _model_of(config)
-    if model is None or not {tensor.name for tensor in tensors} <= model.state_dict().keys():
+    model = model_of(config, {tensor.name for tensor in tensors})
+    if model is None:
         return tensors
     from neuron_accel.lazy.recording import Recorder, Recording
     from neuron_accel.lazy.slices import Boxes
@@ -159,8 +159,9 @@ def published(tensors: Sequence[SourceTensor], config: bytes) -> Sequence[Source
     return sorted(found, key=lambda tensor: tensor.name)
 
 
-def _model_of(config: bytes) -> Any:
-    """Returns a model of transformers without memory by its configuration; None if it names no class of it."""
+def model_of(config: bytes, names: Set[str]) -> Any:
+    """Returns the model of transformers, without memory, that a configuration names; None if it names none, or one that
+    has not all weights of these names."""
     values = json.loads(config)
     named = values.get("architectures")
     if not named:
@@ -172,4 +173,5 @@ def _model_of(config: bytes) -> Any:
     if getattr(kind, "config_class", None) is None:
         return None
     with torch.device("meta"):
-        return kind(kind.config_class.from_dict(values))
+        model = kind(kind.config_class.from_dict(values))
+    return model if names <= model.state_dict().keys() else None
