@@ -226,6 +226,13 @@ class SaveFull:
                 where=_METHOD,
                 fix="use `accelerator.save_model(model, url)`",
             )
+        if not _takes_weights(self._save):
+            raise UsageError(
+                f"{_METHOD} of {type(self._record.original).__name__} takes no `state_dict`.",
+                where=_METHOD,
+                why="it would write this rank's shards as if they were the model",
+                fix="use `accelerator.save_model(model, folder)`",
+            )
         with self._run.events.open("save_pretrained", "call"):
             if state_dict is None:
                 state_dict = full_state_dict(self._record, self._run)
@@ -241,13 +248,19 @@ class SaveFull:
         setattr(self._record.original, _METHOD, SaveNothing())
 
 
+def _takes_weights(save: Callable[..., Any]) -> bool:
+    return "state_dict" in inspect.signature(save).parameters
+
+
 def save_in_full(record: PreparedModel, run: Run) -> None:
     """Makes ``save_pretrained`` of a sharded model write the full model, until the end of the run."""
-    sharded = any(r.layout.cuts or r.holders for r in record.parameters)
-    if record.optimizable:  # plugins that gather weights for their use have not acted yet
-        sharded |= any("weights" in plugin.sharded_over_replicas() for plugin in run.plan.plugins)
     save = getattr(record.original, _METHOD, None)
-    if sharded and save is not None and "state_dict" in inspect.signature(save).parameters:
+    sharded = any(r.layout.cuts or r.holders for r in record.parameters)
+    # Plugins that gather weights for their use have not acted yet. They refuse `state_dict()` themselves, so one that
+    # takes no other weights, as of diffusers, keeps to their error.
+    if record.optimizable and save is not None and _takes_weights(save):
+        sharded |= any("weights" in plugin.sharded_over_replicas() for plugin in run.plan.plugins)
+    if sharded and save is not None:
         replacement = SaveFull(record, run, save)
         setattr(record.original, _METHOD, replacement)
         record.handles.append(replacement)

@@ -24,6 +24,7 @@ from neuron_accel.errors import CheckpointError, UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint.checkpoint_support import (
     BATCHES,
+    MODELS,
     PP2_TP2,
     TOPOLOGIES,
     TP2,
@@ -325,6 +326,23 @@ def test_the_full_model_is_saved_from_any_mesh(tmp_path, model, topology):
         loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
         assert not report["missing_keys"]
         assert_equal(weights_of(contents), loaded.state_dict(), folder)
+
+
+def _save_by_a_method_of_its_own(folder: str) -> str:
+    from neuron_accel import NeuronAccelerator
+
+    model = MODELS["llama"]()
+    model.__class__ = type("OwnModel", (type(model),), {"save_pretrained": lambda self, folder: None})
+    accelerator = NeuronAccelerator(config={"plugins": [TP2]})
+    prepared = accelerator.prepare(model)
+    with pytest.raises(UsageError, match="save_pretrained of OwnModel takes no `state_dict`") as raised:
+        accelerator.unwrap_model(prepared).save_pretrained(folder)
+    return str(raised.value)
+
+
+def test_a_method_that_takes_no_weights_would_save_shards(tmp_path):
+    for said in run_ranks(_save_by_a_method_of_its_own, 2, str(tmp_path / "out")):
+        assert "accelerator.save_model" in said
 
 
 def _copy_and_save(folder: str) -> None:
