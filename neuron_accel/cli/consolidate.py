@@ -10,7 +10,7 @@ from pathlib import Path
 from neuron_accel.terminal import Bar, show
 
 DESCRIPTION = """\
-Write the model of a checkpoint as a standard folder of transformers: original names and shapes, weights split by
+Write the model of a checkpoint as a standard folder of transformers: names as published, weights split by
 size, configuration and tokenizer beside them. Needs no accelerator and a few megabytes of memory, however large
 the model is.
 

@@ -201,14 +201,27 @@ def load_weights(
 
 def pretrained_index(model: PreparedModel, folder: Location) -> Index:
     """Returns the tensors of a folder of transformers under the names of ``model``. Where transformers converts what it
-    loads, as it stacks the experts of a mixture, they are those that it makes of the tensors in the folder."""
+    loads, as it stacks the experts of a mixture, they are those that it makes of the tensors in the folder.
+
+    Raises:
+        CheckpointError: if they would have to be converted, and are in object storage.
+    """
     index = named_as(index_pretrained(folder), model)
     collection = model_collection(0)
     tensors = index.collections[collection]
     known = {name for record in model.parameters for name in record.names}.union(*buffers_of(model))
     original: Any = model.original
-    if tensors.keys() <= known or not isinstance(folder, Path) or not is_of_transformers(original):
+    if tensors.keys() <= known or not is_of_transformers(original):
         return index
+    if not isinstance(folder, Path):
+        if all(any(name in tensors for name in record.names) for record in model.parameters):
+            return index
+        raise CheckpointError(
+            "The weights have other names than those of the model.",
+            where=str(folder),
+            why="transformers converts published weights when it loads them, which it does from a disk only",
+            fix="copy the folder to a disk, and load it from there",
+        )
     dtypes = {tensor.layout.dtype for tensor in tensors.values()}
     with lazy_load_for_parallelism():
         loaded, said = type(original).from_pretrained(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from neuron_accel.cli.main import main
 from neuron_accel.testing import run_ranks
+from tests.object_store import make_bucket, register
 
 TP2 = {"model_parallelism": {"tensor_parallel_size": 2}}
 STACKED = "model.layers.0.mlp.experts.gate_up_proj"
@@ -76,6 +78,32 @@ def test_every_form_is_loaded_again(saved):
     for loaded in saved[1]:
         assert len(loaded) == 6
         assert all(loaded.values()), loaded
+
+
+def load_from(url):
+    from neuron_accel import NeuronAccelerator
+    from neuron_accel.errors import CheckpointError
+
+    register()
+    accelerator = NeuronAccelerator()
+    model = build("qwen3_moe")
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator.save_model(model, url)
+    with pytest.raises(CheckpointError, match="other names") as raised:
+        accelerator.load_state(url)
+    return str(raised.value)
+
+
+def test_a_published_mixture_in_object_storage_is_refused(tmp_path):
+    _, url = make_bucket(tmp_path)
+    assert "copy the folder to a disk" in run_ranks(load_from, 1, f"{url}/model")[0]
+
+
+def test_weights_that_transformers_cannot_convert_keep_their_names(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    assert main(["consolidate", f"{saved[0]}/qwen3_moe/state", str(tmp_path / "model")]) == 0
+    assert "weights keep the names that they have in memory" in capsys.readouterr().err
+    assert STACKED in load_file(tmp_path / "model" / "model.safetensors")
 
 
 def test_what_transformers_does_not_know_keeps_its_names(saved):
