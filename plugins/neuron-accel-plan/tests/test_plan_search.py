@@ -417,6 +417,30 @@ def bounds(folder):
     return Bounds(planner, find_instance("trn1.32xlarge"), None)
 
 
+def test_the_memory_of_what_recomputes_is_guessed_by_what_that_saved_elsewhere(bounds):
+    from neuron_accel_plan.dry_runs import Sample
+    from neuron_accel_plan.search import Layout
+
+    from neuron_accel import ActivationCheckpointingPlugin, TensorParallelPlugin, Zero1Plugin
+
+    blocks, tensor = ActivationCheckpointingPlugin(), TensorParallelPlugin(tensor_parallel_size=2)
+    elsewhere = Layout(plugins=(blocks, Zero1Plugin()), accumulation=2)
+    layout = Layout(plugins=(tensor, blocks, Zero1Plugin()), accumulation=4)
+
+    def learn(*samples: Sample) -> None:
+        for sample in samples:
+            bounds.learn(sample, bounds._planner.shallow(sample.family, sample.rows))
+
+    learn(bounds.first_sample(layout))
+    assert (bounds.estimate(layout).guess, bounds.estimate(layout).memory) == (0.0, 0.0)
+    learn(bounds.first_sample(elsewhere), Sample((blocks,), 1))
+    guess = bounds.estimate(layout).guess
+    learn(Sample((tensor, blocks), 1))
+    found = bounds.estimate(layout)
+    assert found.guess == 0.0
+    assert 0.8 * found.memory < guess < 1.2 * found.memory
+
+
 def test_what_recomputes_is_not_faster_than_what_does_not(bounds):
     from neuron_accel_plan.search import Layout
 
