@@ -102,7 +102,7 @@ def test_a_published_mixture_in_object_storage_is_refused(tmp_path):
 def test_weights_that_transformers_cannot_convert_keep_their_names(saved, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     assert main(["consolidate", f"{saved[0]}/qwen3_moe/state", str(tmp_path / "model")]) == 0
-    assert "weights keep the names that they have in memory" in capsys.readouterr().err
+    assert "weights keep the names that they have in memory" in capsys.readouterr().out
     assert STACKED in load_file(tmp_path / "model" / "model.safetensors")
 
 
