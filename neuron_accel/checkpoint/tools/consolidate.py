@@ -105,7 +105,7 @@ def consolidate(
         model: number of the model to write, if the checkpoint has several; None for the only one that is trained.
         config: folder with the model's ``config.json``, for a checkpoint of another library that has none.
         progress: is called with the bytes written so far and the total.
-        say: is called with a sentence if further models are left out, or weights keep the names that they have in memory.
+        say: is called with a sentence if further models are left out, or weights keep their names in memory.
         files: performs the operations on files.
 
     Returns:
