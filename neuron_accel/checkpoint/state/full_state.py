@@ -249,7 +249,10 @@ class SaveFull:
 
 
 def _takes_weights(save: Callable[..., Any]) -> bool:
-    return "state_dict" in inspect.signature(save).parameters
+    """Whether a ``save_pretrained`` writes a ``state_dict`` that it is given. That of peft takes it among others."""
+    return "state_dict" in inspect.signature(save).parameters or (
+        (getattr(save, "__module__", None) or "").startswith("peft.")
+    )
 
 
 def save_in_full(record: PreparedModel, run: Run) -> None:

@@ -67,10 +67,10 @@ def test_a_method_trains(method, tmp_path):
     assert (tmp_path / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("method", ["dpo", "reward"])
-def test_only_adapters_train(method, tmp_path):
+@pytest.mark.parametrize("method, strategy", [("dpo", TP2), ("reward", TP2), ("sft", ["--fully_sharded"])])
+def test_only_adapters_train(method, strategy, tmp_path):
     pytest.importorskip("peft")
-    train(method, tmp_path, "--lora_r=4", *TP2, "--learning_rate=0.01")
+    train(method, tmp_path, "--lora_r=4", *strategy, "--learning_rate=0.01")
     saved = load_file(tmp_path / "adapter_model.safetensors")
     factors = {name: value for name, value in saved.items() if ".lora_" in name}
     assert len(factors) == 2 * 2 * 7  # two factors of each linear layer in two blocks
