@@ -44,7 +44,8 @@ class UnitOrder:
         self._recorded: dict[tuple[Hashable, str], str] = {}  # the call after it
         self._latest: deque[tuple[int, str]] = deque(maxlen=64)
         self._calls = self._asked = 0
-        self._backend, self._join = run.backend, run.join
+        self._is_asking = False
+        self._backend, self._join, self._events = run.backend, run.join, run.events
         self.is_on = self._group.size > 1 and run.backend.has_values and not run.backend.is_lazy
         if self.is_on:
             token = secrets.token_hex(4)  # notes of an earlier run may still be on the board
@@ -67,7 +68,7 @@ class UnitOrder:
         Raises:
             DesyncError: if another rank calls something else.
         """
-        if not self.is_on or self._join.is_uneven:
+        if not self.is_on or self._join.is_uneven or self._is_asking:
             return
         self._latest.append((self._calls, unit))
         is_recorded = True
@@ -77,7 +78,12 @@ class UnitOrder:
             is_recorded &= self._recorded.get(place) == unit
             self._recorded[place] = unit
         if not is_recorded:
-            self._agree(unit)
+            self._is_asking = True
+            try:
+                with self._events.open(unit.strip("`"), "call"):  # the watchdog says which rank does not come
+                    self._agree(unit)
+            finally:
+                self._is_asking = False
         self._calls += 1  # last: from now on the thread answers that this rank has called this unit
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ def test_a_method_trains(method, tmp_path):
     assert (tmp_path / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("method, strategy", [("dpo", TP2), ("reward", TP2), ("sft", ["--fully_sharded"])])
+@pytest.mark.parametrize(("method", "strategy"), [("dpo", TP2), ("reward", TP2), ("sft", ["--fully_sharded"])])
 def test_only_adapters_train(method, strategy, tmp_path):
     pytest.importorskip("peft")
     train(method, tmp_path, "--lora_r=4", *strategy, "--learning_rate=0.01")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 import torch
 from torch import nn
 
 from neuron_accel import FullyShardedPlugin
+from neuron_accel.loop.watchdog import VARIABLE
 from neuron_accel.testing import RanksError, run_ranks
 
 STAGE_3, STAGE_2, ALONE = {}, {"reshard_after_forward": False}, {"prefetch": 0}
@@ -162,6 +166,29 @@ def test_a_forward_pass_while_another_rank_waits_for_all(passes, how, tmp_path):
     assert "DesyncError: Data-parallel ranks do not make the same calls" in text
     assert f"calls `{call}`" in text
     assert "calls the forward pass of 'Branches'" in text
+
+
+def called_later_on_one_rank():
+    """What comes after it is the same call of all ranks, and not reported."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(plugins=[FullyShardedPlugin(modules="layers.*")])
+    model = accelerator.prepare(Branches())
+    if not accelerator.is_main_process:
+        time.sleep(1.0)
+    with torch.no_grad():
+        model(torch.ones(2, 4), ONE)
+    with accelerator.run.events.open("save_state", "call"):
+        time.sleep(1.0)
+    accelerator.end_training()
+
+
+def test_a_rank_that_calls_a_model_alone_is_reported(capfd):
+    run_ranks(called_later_on_one_rank, 2, env={VARIABLE: "0.3"})
+    said = "".join(capfd.readouterr())
+    assert re.search(r"rank 0 of 2 has waited for other ranks for \d+ s, in `the forward pass of 'Branches'` at", said)
+    assert re.search(r"Rank 1 is at \S*test_order.py:\d+\.", said)
+    assert "save_state" not in said
 
 
 def trained_on_uneven_inputs(paths):
