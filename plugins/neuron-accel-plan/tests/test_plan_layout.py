@@ -266,11 +266,11 @@ def test_models_whose_blocks_differ_run_at_full_depth():
     assert _alike_blocks(shallow, model_without_weights(shallow)) == (None, 1)
 
 
-def of_turns(kind):
+def of_turns(kind, depth=8):
     """Attention in a window and to all tokens by turns, or every other block with experts, which are larger."""
     from transformers import GptOssConfig, Qwen3MoeConfig
 
-    size = {**SIZE, "num_hidden_layers": 8, "vocab_size": 256, "head_dim": 8, "max_position_embeddings": 128}
+    size = {**SIZE, "num_hidden_layers": depth, "vocab_size": 256, "head_dim": 8, "max_position_embeddings": 128}
     if kind == "windows":
         return GptOssConfig(num_local_experts=32, num_experts_per_tok=2, **size)
     return Qwen3MoeConfig(
@@ -315,6 +315,27 @@ def test_one_and_two_blocks_tell_what_two_and_three_do(names, micro_batches):
     assert {peak.moment: peak.parts for peak in few.peaks} == {peak.moment: peak.parts for peak in more.peaks}
 
 
+@pytest.mark.parametrize(
+    ("first", "depth"), [("sliding_attention", 8), ("full_attention", 8), ("sliding_attention", 9)]
+)
+def test_one_and_three_blocks_bound_blocks_that_attend_to_fewer_tokens_in_turn(first, depth):
+    """If the first attends to fewer: of the others the time without blocks would be taken for too long."""
+    from neuron_accel_plan.layout import Planner
+    from neuron_accel_plan.step import extrapolate
+
+    config = of_turns("windows", depth=depth)
+    kinds = ("sliding_attention", "full_attention")
+    config.layer_types = [kinds[(number + kinds.index(first)) % 2] for number in range(depth)]
+    planner = Planner(config, world_size=8, global_batch=32, sequence=16, instance="trn1.32xlarge")
+    assert planner.depths == ((1, 3) if (first, depth) == ("sliding_attention", 8) else (2 + depth % 2, 4 + depth % 2))
+    found = []
+    for planner.depths in ((1, 3), (2, 4)):
+        found.append(extrapolate(planner.shallow([]), 8, planner.blocks, 7, planner.depths))
+    few, more = found
+    assert (few.operations, few.weights, few.flows) == (more.operations, more.weights, more.flows)
+    assert few.peak.parts == more.peak.parts
+
+
 @pytest.mark.parametrize(("names", "accumulation"), [((), 1), (("stage 3",), 1), (("stage 3",), 6)])
 @pytest.mark.parametrize("kind", ["windows", "experts"])
 def test_blocks_that_take_turns_stand_for_many(kind, names, accumulation):
@@ -325,7 +346,7 @@ def test_blocks_that_take_turns_stand_for_many(kind, names, accumulation):
     planner = Planner(
         of_turns(kind), world_size=ranks, global_batch=ranks * accumulation, sequence=16, instance="trn1.32xlarge"
     )
-    assert (planner.blocks, planner.depths) == ("model.layers", (2, 4))
+    assert (planner.blocks, planner.depths) == ("model.layers", {"windows": (1, 3), "experts": (2, 4)}[kind])
     plugins = plugins_of(names)
     few, all_ = (planner.count(plugins, accumulation, full_depth=deep) for deep in (False, True))
     assert few.extrapolated

@@ -148,6 +148,23 @@ def test_several_processes_answer_like_one_and_their_end_is_an_error(folder, mon
     assert not two._processes
 
 
+def test_who_waits_for_other_processes_is_told_that_the_time_is_over():
+    """A task that takes longer than the search may does not delay its end."""
+    import multiprocessing
+
+    from neuron_accel_plan.dry_runs import DryRuns, Failed
+
+    here, there = multiprocessing.Pipe()
+    runs = DryRuns(None, {}, None, jobs=2)
+    runs._processes = {here: None}
+    tasks, patience = iter([("slow", "a task")]), iter([0.01, None])
+    answers = runs.answers(lambda: next(tasks, None), 1, lambda: next(patience))
+    assert next(answers) is None
+    assert there.recv() == "a task"
+    there.send(Failed("at last"))
+    assert list(answers) == [("slow", Failed("at last"))]
+
+
 @pytest.mark.parametrize("many", [1, 1000])
 def test_processes_are_started_at_once_if_there_are_many_layouts(folder, monkeypatch, many):
     from neuron_accel_plan import dry_runs, search
@@ -209,8 +226,20 @@ def mixture(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    """A model whose blocks attend in a window and to all tokens in turn."""
+    from transformers import Gemma2Config
+
+    path = tmp_path_factory.mktemp("windows")
+    size = {**SIZE, "num_hidden_layers": 8, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 32}
+    Gemma2Config(vocab_size=256, max_position_embeddings=128, **size).save_pretrained(path)
+    return path
+
+
 WORLDS = {
     "tensor": ("folder", {"tensor_parallel", "zero1"}, 4, 22 << 20),
+    "windows": ("windows", {"tensor_parallel", "zero1"}, 4, 22 << 20),
     "recomputed": ("folder", {"activation_checkpointing", "chunked_loss"}, 2, 8 << 20),
     "pipeline": ("folder", {"pipeline_parallel", "fully_sharded"}, 2, 22 << 20),
     "experts": ("mixture", {"expert_parallel", "activation_checkpointing", "zero1"}, 4, 30 << 20),
@@ -274,7 +303,7 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(bounds, folder, e
     taken = {"1": 3.0, "2": 1.5, "4": None, "8": 2.5}
 
     class Answers:
-        def answers(self, following, number):
+        def answers(self, following, number, patience):
             while (task := following()) is not None:
                 name, layout = task
                 asked.append(str(layout.accumulation))
@@ -387,7 +416,7 @@ def test_of_equal_times_the_fewest_micro_batches_are_first(bounds, folder):
     seconds = {4: 2.0, 2: 2.0 * (1 + 1e-13), 1: 2.0 * (1 - 1e-13)}
 
     class Answers:
-        def answers(self, following, number):
+        def answers(self, following, number, patience):
             while (task := following()) is not None:
                 name, layout = task
                 time = replace(count.predict(), seconds=seconds[layout.accumulation])

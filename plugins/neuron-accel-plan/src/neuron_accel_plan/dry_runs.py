@@ -90,13 +90,19 @@ class DryRuns:
         self._processes: dict[Connection, SpawnProcess] = {}
         self._seconds: list[float] = []
 
-    def answers(self, following: Callable[[], tuple[str, Task] | None], number: int) -> Iterator[tuple[str, Answer]]:
+    def answers(
+        self,
+        following: Callable[[], tuple[str, Task] | None],
+        number: int,
+        patience: Callable[[], float | None] = lambda: None,
+    ) -> Iterator[tuple[str, Answer] | None]:
         """Yields the name and the answer of each task, as soon as there is one.
 
         Args:
             following: returns the name of the next task and the task; None if there is none before another one is
                 answered. It is called when a process is free.
             number: about how many tasks there are.
+            patience: returns after how many seconds None is yielded, if there is no answer of another process before.
         """
         done = 0
         while not self._processes:
@@ -112,7 +118,7 @@ class DryRuns:
             expected = max(spent, spent / len(self._seconds) * (number - done))  # at least as long as until now
             if expected > _WORTHWHILE:
                 self.start()
-        yield from self._elsewhere(following)
+        yield from self._elsewhere(following, patience)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -135,7 +141,9 @@ class DryRuns:
             there.close()
             self._processes[here] = process
 
-    def _elsewhere(self, following: Callable[[], tuple[str, Task] | None]) -> Iterator[tuple[str, Answer]]:
+    def _elsewhere(
+        self, following: Callable[[], tuple[str, Task] | None], patience: Callable[[], float | None]
+    ) -> Iterator[tuple[str, Answer] | None]:
         free, busy = list(self._processes), dict[Connection, str]()
         while True:
             while free and (task := following()) is not None:
@@ -147,7 +155,10 @@ class DryRuns:
                 busy[connection] = task[0]
             if not busy:
                 return
-            for connection in [each for each in wait(busy) if isinstance(each, Connection)]:
+            ready = wait(busy, patience())
+            if not ready:
+                yield None
+            for connection in [each for each in ready if isinstance(each, Connection)]:
                 try:
                     found = connection.recv()
                 except (EOFError, OSError):

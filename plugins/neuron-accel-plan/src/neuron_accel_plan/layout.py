@@ -243,9 +243,8 @@ class Planner:
         self._options = {k: v for k, v in (options or {}).items() if k != "gradient_accumulation_steps"}
         self.model = model_without_weights(self.config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.blocks, period = _alike_blocks(self.config, self.model)
-        self._period = period
-        self.depths = depths_of(period, self.layers, least=1)  # of `shallow`, which bounds and does not count
+        self.blocks, self._period = _alike_blocks(self.config, self.model)
+        self.depths = _depths_that_bound(self.config, self.model, self.blocks, self._period)  # of `shallow`
         self._counts: dict[str, StepCount] = {}
         self._results = Results()
         self._own_operations: int | None = None
@@ -673,6 +672,23 @@ def _with_depth(config: Any, depth: int) -> Any:
             setattr(shallow, name, (value * -(-depth // len(value)))[:depth])
     shallow.num_hidden_layers = depth
     return shallow
+
+
+_FEWER = ("sliding_attention", "chunked_attention")
+"""Kinds of blocks that attend to fewer tokens than others: they take at most as much time and memory."""
+
+
+def _depths_that_bound(config: Any, full: nn.Module, blocks: str | None, period: int) -> tuple[int, int]:
+    """The numbers of blocks of two models whose counts bound those of the model, instead of being extrapolated to them:
+    as few as possible. Kinds of blocks that differ in what they attend to alone need not be in both, if the first block
+    takes no more than the others."""
+    depth = getattr(config, "num_hidden_layers", 0)
+    first = (getattr(config, "layer_types", None) or [None])[0]
+    if blocks is not None and first in _FEWER and depth % period == 0:
+        shapes = [[p.shape for p in block.parameters()] for block in full.get_submodule(blocks).children()]
+        if all(each == shapes[0] for each in shapes):
+            return 1, 1 + period
+    return depths_of(period, depth, least=1)
 
 
 def _alike_blocks(config: Any, full: nn.Module) -> tuple[str | None, int]:

@@ -277,6 +277,11 @@ class Deadline:
         """Whether this share of the time has passed."""
         return self.seconds is not None and time.monotonic() - self.started > share * self.seconds
 
+    def left(self) -> float | None:
+        """Returns the seconds until the search ends; None without a limit, or if they are over."""
+        left = math.inf if self.seconds is None else self.started + self.seconds - time.monotonic()
+        return left if 0 < left < math.inf else None
+
 
 _MANY = 1000
 """Number of layouts from which on more processes are started at once, whatever a dry run takes."""
@@ -317,7 +322,9 @@ class _Searcher:
         samples = iter(first.items())
         answers = self._dry_runs.answers(lambda: next(samples, None), len(first) + 3 * best)
         estimates: dict[int, Estimate] = {}
-        for done, (name, answer) in enumerate(answers, start=1):
+        for done, answered in enumerate(answers, start=1):
+            assert answered is not None
+            name, answer = answered
             bounds.learn(first[name], answer)
             for number, layout in possible.pop(name):
                 estimate = bounds.estimate(layout)
@@ -337,9 +344,11 @@ class _Searcher:
         """Runs what has the least bound until enough layouts are counted whose predicted time is below all bounds, or
         equal to some and ranked before these (:func:`rank`); or until the time is over and one is counted that fits."""
         done = 0
-        for done, (name, answer) in enumerate(self._dry_runs.answers(queue.following, 3 * queue.best), start=1):
-            queue.take(name, answer)
-            progress(done, queue.best - len(queue.found))
+        for answer in self._dry_runs.answers(queue.following, 3 * queue.best, deadline.left):
+            if answer is not None:
+                queue.take(*answer)
+                done += 1
+                progress(done, queue.best - len(queue.found))
             if len(queue.found) == queue.best:
                 break  # what still runs is slower
             if deadline.is_over(0.5):
