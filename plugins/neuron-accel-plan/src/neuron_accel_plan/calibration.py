@@ -134,7 +134,9 @@ class Machine:
 RESERVE = 0.1
 """Fraction of a core's memory that is left to the runtime, to code and constants of compiled graphs, and to buffers and
 descriptors of collectives. Assumed, on all instances alike. Of these the Neuron SDK's page "Neuron device memory" gives
-the micro-code, 96 MB for each physical core, which is less than 1% of its memory; the rest depends on the graph."""
+the micro-code, 96 MB for each physical core, which is less than 1% of its memory; the rest depends on the graph. It was
+15% in a report of a failed allocation (issue 92 of aws-neuron/transformers-neuronx: Llama 3 70B for inference, on cores
+of 16 GB)."""
 
 
 def reserve_of(core_bytes: int) -> int:
