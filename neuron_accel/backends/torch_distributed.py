@@ -56,8 +56,9 @@ _CARRIED = {
     torch.int8,
     torch.uint8,
 }
-_OF_ALL_GATHERS = 1
-"""Tag of their messages. Every rank starts the all-gathers of a group in the same order, in which messages arrive."""
+_OF_ALL_GATHERS = 1 << 30
+"""Tag of their messages, which a program is not likely to use for its own. Every rank starts the all-gathers of a group
+in the same order, in which messages arrive."""
 # dtypes that gloo sums itself; all others are reduced locally by torch
 _GLOO_SUMS = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
