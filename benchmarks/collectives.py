@@ -34,8 +34,8 @@ def ways(
     rows, mine = tensor.view(ranks, -1), torch.empty(numel // ranks)
     result: dict[str, dict[str, Callable]] = {
         "all-reduce": {TORCH: lambda: _in_place(dist.all_reduce, tensor.clone())},
-        "reduce-scatter": {TORCH: lambda: _into(dist.reduce_scatter_tensor, torch.empty_like(mine), tensor)},
-        "all-gather": {TORCH: lambda: _into(dist.all_gather_into_tensor, torch.empty(numel), rows[rank].clone())},
+        "reduce-scatter": {TORCH: lambda: _into(dist.reduce_scatter_single, torch.empty_like(mine), tensor)},
+        "all-gather": {TORCH: lambda: _into(dist.all_gather_single, torch.empty(numel), rows[rank].clone())},
         "all-to-all": {TORCH: lambda: _into(dist.all_to_all_single, torch.empty(numel), tensor)},
     }
     for name, backend in backends.items():
