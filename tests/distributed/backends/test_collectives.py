@@ -319,6 +319,31 @@ def test_starting_does_not_wait(tmp_path):
     run_ranks(started, 2, str(tmp_path))
 
 
+def gathered_among_messages() -> None:
+    """Messages of the program, some of them sent before an all-gather and received after it, are not taken for its."""
+    import torch.distributed as dist
+
+    backend = TorchBackend.connect("cpu")
+    group = backend.new_group([range(3)], "dp")
+    rank, following, before = backend.rank, (backend.rank + 1) % 3, (backend.rank - 1) % 3
+    sent = [torch.full((4,), 100.0 + rank), torch.full((4,), 200.0 + rank)]
+    sending = [backend.start_send(sent[0], group, following), dist.isend(sent[1], following, tag=1)]
+    pending = [backend.start_all_gather(torch.full((4,), each + rank), group) for each in (0.0, 10.0)]
+    received = torch.empty(4)
+    dist.irecv(received, before, tag=1).wait()
+    same(received, torch.full((4,), 200.0 + before))
+    same(backend.start_receive((4,), torch.float32, group, before).wait(), torch.full((4,), 100.0 + before))
+    for each, work in zip((0.0, 10.0), pending, strict=True):
+        same(work.wait(), torch.arange(each, each + 3).repeat_interleave(4))
+    for work in sending:
+        work.wait()
+    backend.shutdown()
+
+
+def test_all_gathers_and_messages_do_not_meet():
+    run_ranks(gathered_among_messages, 3)
+
+
 # ---- groups ----------------------------------------------------------------------------------------------------------
 def grouped() -> None:
     import torch.distributed as dist
