@@ -157,8 +157,8 @@ def test_who_waits_for_other_processes_is_told_that_the_time_is_over():
     here, there = multiprocessing.Pipe()
     runs = DryRuns(None, {}, None, jobs=2)
     runs._processes = {here: None}
-    tasks, patience = iter([("slow", "a task")]), iter([0.01, None])
-    answers = runs.answers(lambda: next(tasks, None), 1, lambda: next(patience))
+    tasks, time_left = iter([("slow", "a task")]), iter([0.01, None])
+    answers = runs.answers(lambda: next(tasks, None), 1, lambda: next(time_left))
     assert next(answers) is None
     assert there.recv() == "a task"
     there.send(Failed("at last"))
@@ -303,7 +303,7 @@ def test_what_is_found_first_is_predicted_and_below_all_bounds(bounds, folder, e
     taken = {"1": 3.0, "2": 1.5, "4": None, "8": 2.5}
 
     class Answers:
-        def answers(self, following, number, patience):
+        def answers(self, following, number, time_left):
             while (task := following()) is not None:
                 name, layout = task
                 asked.append(str(layout.accumulation))
@@ -416,7 +416,7 @@ def test_of_equal_times_the_fewest_micro_batches_are_first(bounds, folder):
     seconds = {4: 2.0, 2: 2.0 * (1 + 1e-13), 1: 2.0 * (1 - 1e-13)}
 
     class Answers:
-        def answers(self, following, number, patience):
+        def answers(self, following, number, time_left):
             while (task := following()) is not None:
                 name, layout = task
                 time = replace(count.predict(), seconds=seconds[layout.accumulation])

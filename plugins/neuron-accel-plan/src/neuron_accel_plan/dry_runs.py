@@ -94,7 +94,7 @@ class DryRuns:
         self,
         following: Callable[[], tuple[str, Task] | None],
         number: int,
-        patience: Callable[[], float | None] = lambda: None,
+        time_left: Callable[[], float | None] = lambda: None,
     ) -> Iterator[tuple[str, Answer] | None]:
         """Yields the name and the answer of each task, as soon as there is one.
 
@@ -102,7 +102,7 @@ class DryRuns:
             following: returns the name of the next task and the task; None if there is none before another one is
                 answered. It is called when a process is free.
             number: about how many tasks there are.
-            patience: returns after how many seconds None is yielded, if there is no answer of another process before.
+            time_left: returns the seconds after which None is yielded if no other process has answered; None: never.
         """
         done = 0
         while not self._processes:
@@ -118,7 +118,7 @@ class DryRuns:
             expected = max(spent, spent / len(self._seconds) * (number - done))  # at least as long as until now
             if expected > _WORTHWHILE:
                 self.start()
-        yield from self._elsewhere(following, patience)
+        yield from self._elsewhere(following, time_left)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -142,7 +142,7 @@ class DryRuns:
             self._processes[here] = process
 
     def _elsewhere(
-        self, following: Callable[[], tuple[str, Task] | None], patience: Callable[[], float | None]
+        self, following: Callable[[], tuple[str, Task] | None], time_left: Callable[[], float | None]
     ) -> Iterator[tuple[str, Answer] | None]:
         free, busy = list(self._processes), dict[Connection, str]()
         while True:
@@ -155,7 +155,7 @@ class DryRuns:
                 busy[connection] = task[0]
             if not busy:
                 return
-            ready = wait(busy, patience())
+            ready = wait(busy, time_left())
             if not ready:
                 yield None
             for connection in [each for each in ready if isinstance(each, Connection)]:
