@@ -21,10 +21,10 @@ def install(package: Path, target: Path) -> Path:
     return wheel
 
 
-def run_in(target: Path, command: list[str], cwd: Path, timeout: float = 100) -> str:
+def run_in(target: Path, command: list[str], cwd: Path) -> str:
     """Runs a command of Python's with ``target`` among what is installed; returns its output."""
     path = os.pathsep.join([str(target), *([str(ROOT)] if _from_sources() else [])])
-    return _run([sys.executable, *command], cwd=cwd, env={**os.environ, "PYTHONPATH": path}, timeout=timeout)
+    return _run([sys.executable, *command], cwd=cwd, env={**os.environ, "PYTHONPATH": path})
 
 
 def _from_sources() -> bool:
@@ -33,7 +33,7 @@ def _from_sources() -> bool:
     return Path(neuron_accel.__file__).parents[1] == ROOT
 
 
-def _run(command: list[str], *, timeout: float = 100, **options) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **options)
+def _run(command: list[str], **options) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert result.returncode == 0, f"{command}\n{result.stdout[-6000:]}\n{result.stderr[-3000:]}"
     return result.stdout

@@ -26,7 +26,6 @@ def run_script(script, plugins):
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
         check=False,
     )
 

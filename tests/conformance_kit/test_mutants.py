@@ -306,7 +306,6 @@ def test_reasons_are_printed(tmp_path):
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "--rootdir", tmp_path, tmp_path],
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
         cwd=Path(__file__).parents[2],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},

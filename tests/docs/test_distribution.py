@@ -28,9 +28,7 @@ def built(tmp_path_factory):
     pytest.importorskip("setuptools", "77")
     folder = tmp_path_factory.mktemp("distribution")
     shutil.copytree(ROOT, folder / "sources", ignore=shutil.ignore_patterns(*NOT_SOURCES))
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, folder], cwd=folder / "sources", capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, "-c", BUILD, folder], cwd=folder / "sources", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     archive, metadata = done.stdout.splitlines()[-2:]
     with tarfile.open(folder / archive) as tar:

@@ -97,9 +97,9 @@ def test_the_package_is_found_by_name_and_runs_whatever_else_is_installed(steady
     assert {"steady", "zero1"} <= set(names)
 
 
-def run_its_tests(steady, *arguments, timeout=100):
+def run_its_tests(steady, *arguments):
     folder, target = steady
-    output = run_in(target, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], folder / "tests", timeout)
+    output = run_in(target, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], folder / "tests")
     return int(re.search(r"(\d+) passed", output)[1])
 
 
@@ -110,7 +110,7 @@ def test_the_package_and_the_other_example_pass_their_tests(steady):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_package_passes_the_whole_kit(steady):
-    assert run_its_tests(steady, timeout=550) >= 24
+    assert run_its_tests(steady) >= 24
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -46,4 +46,4 @@ def test_a_process_with_the_package_on_its_path_has_the_device_once_it_imports_t
         "assert Machine().native_neuron\n"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env={**os.environ, "PYTHONPATH": path})
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})

@@ -10,7 +10,7 @@ HEAVY = ("torch", "accelerate", "transformers", "torch_xla", "datasets", "pandas
 
 
 def run(code: str):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -81,7 +82,15 @@ def folder(tmp_path, monkeypatch, checkpoint) -> Path:
 
 def too_long(lines, columns):
     """Lines that a terminal would break: all that are longer, but a word that cannot be broken, such as a path."""
-    return [line for line in lines if len(line) > columns and len(line.split()) > 1]
+    return [line for line in lines if len(line) > columns and len(words_of(line)) > 1]
+
+
+def words_of(line):
+    """The words of a line as a shell reads them, where a path with spaces is quoted and a command may go on."""
+    try:
+        return shlex.split(line.removesuffix("\\"))
+    except ValueError:  # an apostrophe
+        return line.split()
 
 
 def test_what_every_command_shows_is_looked_at():

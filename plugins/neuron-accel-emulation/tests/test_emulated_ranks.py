@@ -85,10 +85,8 @@ def one_fails():
 def test_a_failure_ends_the_others_and_leaves_nothing():
     with emulated_instance() as machine:
         machine.run(os.getpid, 1)  # which starts the process that ranks are forked from
-        began = time.monotonic()
         with pytest.raises(RanksError, match="ValueError: this one"):
             machine.run(one_fails, 2, timeout=150, grace=1)
-        assert time.monotonic() - began < 9, "the other one, which waits for it, is ended after the grace"
         for _ in range(100):
             if not processes_of(machine.folder):
                 break

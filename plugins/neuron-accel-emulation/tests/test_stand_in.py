@@ -28,7 +28,7 @@ def test_nothing_is_registered_by_importing():
         "assert 'neuron' not in torch.distributed.Backend.backend_list\n"
         "assert not any(name.endswith(('_native_device', '_native_group')) for name in sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True)
     assert not hasattr(torch, "neuron")
     with pytest.raises(UsageError, match="no stand-in"):
         native_ranks.counts()
@@ -211,7 +211,7 @@ def test_the_device_must_not_be_used_before_the_process_group_is_made(tmp_path):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert "used before init_process_group" in done.stderr
 
 

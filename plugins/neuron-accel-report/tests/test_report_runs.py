@@ -129,7 +129,7 @@ def test_parts_add_up_to_the_wall_time_of_the_steps(name, tmp_path):
         for step, following in pairwise(steps):
             assert step.end == following.begin
         total = sum(step.seconds for step in steps)
-        assert result["wall"] / 2 < total < result["wall"]  # the clock of the loop may be read long before and after
+        assert total < result["wall"]  # the clock of the loop is read before and after
         assert [step.grad_norm for step in steps] == pytest.approx(result["norms"])
         means = [sum(result["losses"][i : i + accumulation]) / accumulation for i in range(0, 6, accumulation)]
         assert [step.loss for step in steps] == pytest.approx(means)
@@ -216,7 +216,7 @@ def test_loaders_without_their_first_batches_and_checkpoints_count(tmp_path):
     _, report = run(tmp_path / "report", [], 2, skip=1, batches=4, save=str(tmp_path / "checkpoint"))
     steps = report.ranks[0].steps
     assert all(step.parts["loader"] > 0 for step in steps)
-    assert steps[1].parts["checkpoint"] > 10 * max(steps[0].parts["checkpoint"], 1e-6)
+    assert steps[0].parts["checkpoint"] == 0 < steps[1].parts["checkpoint"]
     assert steps[1].training_seconds < steps[1].seconds
 
 
@@ -334,11 +334,9 @@ def test_the_commit_is_that_of_the_folder_if_git_answers(tmp_path, monkeypatch):
         assert re.fullmatch("[0-9a-f]{40,64}", commit_of(repository / "scripts", seconds=60))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert commit_of(tmp_path) == ""
-    (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 1000\n")
     (tmp_path / "git").chmod(0o755)
-    began = time.monotonic()
     assert commit_of(tmp_path, seconds=0.05) == ""
-    assert time.monotonic() - began < 30
 
 
 def resumed(folder, report):

@@ -55,7 +55,6 @@ def launch(tmp_path, folder, ranks, *, die_at=-1, epochs, plugins=("zero1",)):
         [*command, json.dumps(list(plugins)), str(die_at), str(epochs)],
         capture_output=True,
         text=True,
-        timeout=110,
         env=environment,
     )
     assert done.returncode == 0, done.stderr

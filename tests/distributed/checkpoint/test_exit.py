@@ -43,7 +43,6 @@ def run(tmp_path, disk):
         [*command, str(tmp_path / "train.py"), str(tmp_path / "c"), disk],
         capture_output=True,
         text=True,
-        timeout=110,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
     )
 

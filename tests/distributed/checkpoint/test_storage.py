@@ -454,7 +454,7 @@ def test_a_program_that_ends_during_a_save_completes_it(tmp_path):
     register()
     bucket, url = make_bucket(tmp_path)
     for folder, code in ((f"{url}/c", 0), (f"objects://{tmp_path}/none.bucket/c", 1)):
-        done = subprocess.run([sys.executable, "-c", PROGRAM, folder], timeout=60, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", PROGRAM, folder], capture_output=True, text=True)
         assert done.returncode == code, done.stderr
     assert "does not exist" in done.stderr
     assert verify(location(f"{url}/c")) == []

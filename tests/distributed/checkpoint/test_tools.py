@@ -238,7 +238,7 @@ def test_looking_needs_no_torch(saved, command):
         "from neuron_accel.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    done = subprocess.run([sys.executable, "-c", code, *command, str(folder)], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *command, str(folder)], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
 
 
@@ -276,7 +276,7 @@ def test_consolidating_does_not_need_memory_for_the_model(tmp_path):
         "print(memory.bytes())"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "c"), str(tmp_path / "out")]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert big == 64 << 20
     assert 1 << 20 < int(done.stdout) < 24 << 20
 

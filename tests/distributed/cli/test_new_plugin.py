@@ -46,11 +46,11 @@ def packages(package, tmp_path_factory):
     return folders, target
 
 
-def run_tests_of(packages, kinds, *arguments, timeout=100):
+def run_tests_of(packages, kinds, *arguments):
     folders, target = packages
     tests = [str(folders[kind] / "tests") for kind in kinds]
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *arguments]
-    output = run_in(target, command, target, timeout)
+    output = run_in(target, command, target)
     return int(re.search(r"(\d+) passed", output)[1])
 
 
@@ -63,7 +63,7 @@ def test_all_kinds_pass_their_tests(packages):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_passes_the_whole_kit(kind, packages):
     deselected = [] if kind == "observer" else ["-k", "not found_by_name"]  # the wheel of one is installed
-    assert run_tests_of(packages, [kind], *deselected, timeout=550) >= 24
+    assert run_tests_of(packages, [kind], *deselected) >= 24
 
 
 def test_the_file_tree(package):

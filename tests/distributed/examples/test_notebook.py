@@ -36,7 +36,7 @@ def test_the_cells_run(tmp_path):
         start_new_session=True,
     ) as process:
         try:
-            said, errors = process.communicate(timeout=80)
+            said, errors = process.communicate()
         finally:
             if process.poll() is None:  # its ranks are in its group
                 os.killpg(process.pid, signal.SIGKILL)

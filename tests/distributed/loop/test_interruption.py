@@ -182,7 +182,7 @@ def test_an_interrupted_launch_saves_a_checkpoint(tmp_path):
     )
     assert launcher.stdout.readline() == "training\n"
     launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate(timeout=90)
+    _, errors = launcher.communicate()
     assert launcher.returncode == 128 + signal.SIGINT, errors
     assert "stopping in 2 steps: SIGINT on rank" in errors
     assert verify(last) == []

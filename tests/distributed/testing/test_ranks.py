@@ -187,14 +187,6 @@ def test_ranks_may_have_workers():
     assert run_ranks(load_data, 2) == [[6, 22]] * 2
 
 
-def test_overhead(capsys):
-    for n in (1, 2, 4):
-        begin = time.perf_counter()
-        run_ranks(rank_number, n)
-        with capsys.disabled():
-            print(f" [{n} ranks: {time.perf_counter() - begin:.2f} s]", end="")
-
-
 # ---- failure ---------------------------------------------------------------------------------------------------------
 def fail_on(rank: int, others_wait: bool = False) -> None:
     print(f"rank {dist.get_rank()} was here")
@@ -301,10 +293,8 @@ def sleep_on(rank: int) -> None:
 @pytest.mark.parametrize(("factor", "limit"), [("1", r"0\.5"), ("2.5", r"1\.25")])
 def test_time_is_limited(monkeypatch, factor, limit):
     monkeypatch.setenv("NEURON_ACCEL_TIMEOUT_FACTOR", factor)
-    begin = time.monotonic()
     with pytest.raises(RanksError, match=rf"rank 1 of 2: RankTimeout: still running after {limit} s") as caught:
         run_ranks(sleep_on, 2, 1, timeout=0.5)
-    assert time.monotonic() - begin < 30
     assert set(caught.value.errors) == {1}
     assert isinstance(caught.value.errors[1], RankTimeout)
     assert "in sleep_on" in caught.value.tracebacks[1]
@@ -496,7 +486,7 @@ def run_script(script: str, *, path: Path | None = None) -> subprocess.Completed
     if path is not None:
         path.write_text(script)
     command = [sys.executable, str(path)] if path is not None else [sys.executable, "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_function_of_a_script(tmp_path):

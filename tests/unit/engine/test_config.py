@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -412,19 +411,17 @@ HOSTILE = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_refused_soon_and_in_little_memory(name, tmp_path, registry):
+def test_a_hostile_file_is_refused_in_little_memory(name, tmp_path, registry):
     text, message = HOSTILE[name]
     path = write(tmp_path, text)
     tracemalloc.start()
-    start = time.process_time()
     try:
         error = refusal(path, registry)
-        taken, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert message in error.what
     assert str(path) in error.where
-    assert taken < 10, "and tracemalloc makes it several times slower than it is"
     assert peak < 50e6
 
 

@@ -438,7 +438,7 @@ print(set("abcdefgh"), plan.fingerprint())
     results = []
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         results.append(done.stdout.rsplit(maxsplit=1))
     (one, first), (other, second) = results
     assert one != other
@@ -447,7 +447,7 @@ print(set("abcdefgh"), plan.fingerprint())
 
 def test_planning_needs_no_torch():
     program = "import sys, neuron_accel.engine.plan.planner; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_plan_is_plain_data():

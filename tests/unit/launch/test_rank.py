@@ -29,7 +29,6 @@ def run_rank(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
         )
 
     return run
