@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FOLDER = "NEURON_ACCEL_RECORD_LINES"
 """Name of the environment variable with the folder into which processes write what they executed."""
-SOURCES = re.compile(r"(?:^|/)(?:src/)?(neuron_accel(?:_\w+)?/.+\.py)$")
+SOURCES = re.compile(r"^(?:.*/)?(neuron_accel(?:_\w+)?/.+\.py)$")
 
 
 class Lines:

@@ -59,6 +59,7 @@ def test_records_of_several_processes_are_added_up(tmp_path, capsys):
     ("file", "expected"),
     [
         (f"{ROOT}/neuron_accel/engine/plan/mesh.py", "neuron_accel/engine/plan/mesh.py"),
+        ("/a/neuron_accel/neuron_accel/neuron/cores.py", "neuron_accel/neuron/cores.py"),
         ("/env/site-packages/neuron_accel_lora/plugin.py", "neuron_accel_lora/plugin.py"),
         ("/env/site-packages/torch/nn/functional.py", None),
     ],

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -193,7 +194,7 @@ def test_the_batch_files_are_those_that_the_launcher_writes(tmp_path):
     folder = EXAMPLES / "gpt2_xl_zero1"
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "neuron-accel"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m neuron_accel.cli.main "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m neuron_accel.cli.main "$@"\n')
     command.chmod(0o755)
     environment = os.environ | {"PATH": f"{command.parent}:{os.environ['PATH']}"}
     subprocess.run([folder / "make_slurm.sh", "4", tmp_path], check=True, env=environment, capture_output=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 
@@ -50,7 +51,7 @@ def test_an_error_of_the_project_is_printed_without_a_traceback(capsys):
 
 def test_output_into_a_closed_pipe_ends_quietly():
     done = subprocess.run(
-        f"{sys.executable} -m neuron_accel.cli.main plugins --json | true",
+        f"{shlex.quote(sys.executable)} -m neuron_accel.cli.main plugins --json | true",
         shell=True,
         capture_output=True,
         text=True,

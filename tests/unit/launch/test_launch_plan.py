@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import socket
 from unittest import mock
 
@@ -235,7 +236,9 @@ def test_dry_run_prints_the_command_and_starts_nothing(script, capsys):
     assert main(["launch", "--nproc_per_node", "3", "--cpu", "--dry-run", script, "--epochs", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("3 ranks of")
-    assert out.rstrip().endswith(f"_rank.py LAUNCHER_PID script {script} --epochs 2")
+    *_, rank, pid, kind, path, option, value = shlex.split(out.rstrip().rpartition("\n")[2])
+    assert rank.endswith("_rank.py")
+    assert (pid, kind, path, option, value) == ("LAUNCHER_PID", "script", script, "--epochs", "2")
 
 
 def test_neuron_devices_are_counted_by_their_driver_files(tmp_path):
