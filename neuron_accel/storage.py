@@ -58,18 +58,13 @@ def open_store(url: str, where: str) -> tuple[Any, str]:
 
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:  # a package is missing, or the protocol is unknown
-        with_extra = url.startswith(("s3://", "s3a://")) or getattr(error, "name", None) == "fsspec"
+        is_s3 = url.startswith(("s3://", "s3a://"))
         raise ConfigurationError(
             f"{url} cannot be read: {str(error).rstrip('.')}.",
             where=where,
             why="URLs are read with fsspec, which needs a package for each protocol",
-            fix=f"pip install '{EXTRA}'"
-            if with_extra
-            else "install the package that it names, or pass another location",
+            fix="pip install s3fs" if is_s3 else "install the package that it names, or pass another location",
         ) from None
-
-
-EXTRA = "neuron-accel[s3]"
 
 
 def last_written(store: Any, path: str, info: Mapping[str, Any]) -> float:

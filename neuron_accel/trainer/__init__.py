@@ -6,10 +6,7 @@ from __future__ import annotations
 import importlib.util
 
 if importlib.util.find_spec("transformers") is None:
-    raise ImportError(
-        "neuron_accel.trainer needs transformers; install it with: pip install 'neuron-accel[trainer]', "
-        "or in a clone: pip install '.[trainer]'"
-    )
+    raise ImportError("neuron_accel.trainer needs transformers; in a clone of the repository: pip install '.[trainer]'")
 
 from neuron_accel.trainer.arguments import (
     NeuronSeq2SeqTrainingArguments,

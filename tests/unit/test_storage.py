@@ -81,7 +81,7 @@ def test_the_extra_is_named_if_a_package_is_missing(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ConfigurationError) as caught:
         location("s3a://bucket/runs")  # which fsspec has not loaded before
-    assert "neuron-accel[s3]" in caught.value.fix
+    assert "pip install s3fs" in caught.value.fix
 
 
 # ---- reading and listing ---------------------------------------------------------------------------------------------

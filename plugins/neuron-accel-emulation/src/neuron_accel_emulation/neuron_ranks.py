@@ -60,9 +60,9 @@ def missing() -> str | None:
     if not sys.platform.startswith("linux"):
         return "an emulated Neuron device needs Linux"
     if importlib.util.find_spec("torch_xla") is None:
-        return "an emulated Neuron device needs torch_xla: pip install 'neuron-accel[xla]'"
+        return "an emulated Neuron device needs torch_xla: pip install 'torch==2.9.*' 'torch_xla==2.9.0'"
     if _plugin() is None:
-        return "an emulated Neuron device needs xla-cpu-pjrt: pip install 'neuron-accel-emulation[xla]'"
+        return "an emulated Neuron device needs xla-cpu-pjrt: pip install xla-cpu-pjrt==0.0.1"
     if _compiler() is None:
         return "an emulated Neuron device needs a C compiler: cc, gcc or clang on the PATH, or CC"
     return None

@@ -840,7 +840,7 @@ def _meta_model(config: Path, most_layers: int) -> tuple[nn.Module, Any]:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(loaded, trust_remote_code=False), text
     except ImportError as error:
-        raise CheckpointError("transformers is not installed.", fix="pip install 'neuron-accel[trainer]'") from error
+        raise CheckpointError("transformers is not installed.", fix="pip install transformers") from error
     except Exception as error:  # a configuration that is not valid raises various types
         raise CheckpointError(
             f"There is no model for the configuration: {str(error).splitlines()[0] if str(error) else error!r}",
