@@ -66,13 +66,6 @@ POINTS = {
     "consolidate.fsync": "consolidate is about to make a file or a folder durable",
     "consolidate.rename": "consolidate is about to replace a file",
     "consolidate.remove": "consolidate is about to remove what an earlier run has left",
-    "reshard.mkdir": "reshard is about to make a folder",
-    "reshard.lock": "reshard is about to lock the folder",
-    "reshard.open": "reshard is about to create a file",
-    "reshard.write": "reshard is about to write a block of a file",
-    "reshard.fsync": "reshard is about to make a file or a folder durable",
-    "reshard.rename": "reshard is about to replace a file, at last the manifest",
-    "reshard.remove": "reshard is about to remove what an earlier run has left",
 }
 """Every point and when a process reaches it."""
 _CHECKPOINT = re.compile(r"(.*/checkpoint_\d+)/")

@@ -1,4 +1,4 @@
-"""Kills ranks and tools at every point of tests/injector.py, some hundred times, and checks that nothing is lost.
+"""Kills ranks and `consolidate` at every point of tests/injector.py, some hundred times. Nothing may be lost.
 
     python -m tests.kills --kills 400
 
@@ -6,8 +6,8 @@ One training after another is launched, killed, and launched again, hundreds of 
 from all that a start of it reaches. Each launch is one of the project's launcher, which has to end it. After each: the
 place was reached; the launcher has named the rank that was killed as the first that failed, and has ended with its exit
 code; the newest complete checkpoint is undamaged and not older than the last whose save had returned; no process, no
-temporary file and no shared memory is left; a step that is repeated has the loss that it had. `consolidate` and
-`reshard` are killed before each of their operations on files, and run again.
+temporary file and no shared memory is left; a step that is repeated has the loss that it had. `consolidate` is
+killed before each of its operations on files, and run again.
 
 Ranks of these launches are forked from a process that has imported torch (tests/forked_launch.py). The last part runs
 `neuron-accel launch --max-restarts` as it is, with workers of a data loader and restarts by the launcher.
@@ -36,11 +36,9 @@ from typing import Any
 
 import psutil
 
-from neuron_accel.checkpoint.format.manifest import NAME, has_manifest, latest
+from neuron_accel.checkpoint.format.manifest import NAME, latest
 from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.checkpoint.tools.report import verify
-from neuron_accel.checkpoint.tools.reshard import Sharding, reshard
-from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from tests.faults import LEFT_SECONDS, Fault, History, make_plan, read_journal, run_command
 from tests.forked_launch import Ended, adopting, launch
 from tests.injector import DONE, POINTS, PREAMBLE, VARIABLE, FaultInjector
@@ -52,7 +50,7 @@ COMPOSITIONS: Mapping[str, list[Any]] = {
     "fully sharded": [{"fully_sharded": {"modules": ["0", "2"]}}],
     "data parallel": [],
 }
-TOOLS = ("consolidate", "reshard")
+TOOL = "consolidate"
 LOOKED_AT = 4  # steps of the start in which points are counted; a checkpoint a step, of which two are kept
 TOLERANCE = 1e-5  # relative, of the loss of a repeated step
 
@@ -90,7 +88,7 @@ class Report:
         missed = [point for point in POINTS if not self.kills[point]]
         total = f"{sum(self.kills.values())} kills, {len(rows)} of {len(POINTS)} points"
         total += f" (not: {', '.join(missed)})" if missed else ""
-        ranks = sum(count for point, count in self.kills.items() if not point.startswith(TOOLS))
+        ranks = sum(count for point, count in self.kills.items() if not point.startswith(TOOL))
         rows += [total, f"{ranks} of ranks under the launcher, which named the rank after {self.named.total()}"]
         rows.append(f"{self.resumed} starts resumed, {self.steps_lost} steps lost, {self.repeated} repeated")
         return "\n".join([*rows, f"{len(self.problems)} problems", *self.problems])
@@ -317,24 +315,18 @@ def check_losses(path: Path) -> tuple[list[str], int]:
     return problems, repeated
 
 
-# ---- Tools that are killed -------------------------------------------------------------------------------------------
-MESH = Mesh.build([AxisSpec(name="dp", degree=2, kind=AxisKind.DATA)], 2)
+# ---- A tool that is killed -------------------------------------------------------------------------------------------
+def run_tool(checkpoint: Path, output: Path) -> None:
+    consolidate(checkpoint, output, max_shard_size=400)
 
 
-def run_tool(tool: str, checkpoint: Path, output: Path) -> None:
-    if tool == "consolidate":
-        consolidate(checkpoint, output, max_shard_size=400)
-    else:
-        reshard(checkpoint, output, Sharding(mesh=MESH, shard_optimizer=True))
-
-
-def run_killed(tool: str, checkpoint: Path, output: Path, chaos: Path) -> int:
+def run_killed(checkpoint: Path, output: Path, chaos: Path) -> int:
     """Runs a tool in a process of its own, with the faults of the plan in ``chaos``; returns its exit code."""
     child = os.fork()
     if child == 0:
         try:
-            FaultInjector(str(chaos)).watch_files(tool)
-            run_tool(tool, checkpoint, output)
+            FaultInjector(str(chaos)).watch_files(TOOL)
+            run_tool(checkpoint, output)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -346,32 +338,30 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def kill_tool(tool: str, checkpoint: Path, folder: Path, *, every: int = 1) -> Report:
+def kill_tool(checkpoint: Path, folder: Path, *, every: int = 1) -> Report:
     """Kills a tool before each of its operations on files, or each ``every``-th, and runs it again; then the same for
     the run that finds what the first has left."""
     folder.mkdir()
     report = Report()
-    run_tool(tool, checkpoint, folder / "expected")
+    run_tool(checkpoint, folder / "expected")
     expected = contents(folder / "expected")
     make_plan(folder / "chaos", [], counts=True)
-    if run_killed(tool, checkpoint, folder / "counted", folder / "chaos"):
-        report.problems.append(f"{tool} fails")
+    if run_killed(checkpoint, folder / "counted", folder / "chaos"):
+        report.problems.append(f"{TOOL} fails")
     points = [line["point"] for line in read_journal(folder / "chaos") if line["event"] == "point"]
     for number in range(1, len(points) + 1, every):
         again = None
         for second in (None, number):  # the second run is killed too, perhaps while it removes what the first has left
-            where = f"{tool}, operation {number}" + (f", run again and killed at {second}" if second else "")
+            where = f"{TOOL}, operation {number}" + (f", run again and killed at {second}" if second else "")
             output = folder / f"{number}-{second}"
-            kills = [Fault(point=tool, rank=None, count=n) for n in (number, second) if n]
+            kills = [Fault(point=TOOL, rank=None, count=n) for n in (number, second) if n]
             make_plan(folder / f"chaos-{number}-{second}", kills)
             chaos = folder / f"chaos-{number}-{second}"
             for _ in kills:
-                code = run_killed(tool, checkpoint, output, chaos)
+                code = run_killed(checkpoint, output, chaos)
                 if code != -signal.SIGKILL:
                     report.problems.append(f"{where}: exit code {code}")
-                if tool == "reshard" and has_manifest(output) and (problems := verify(output)):
-                    report.problems.append(f"{where}: looks complete, and is not: {problems[0]}")
-            again = run_killed(tool, checkpoint, output, chaos)
+            again = run_killed(checkpoint, output, chaos)
             if again:
                 report.problems.append(f"{where}: the next run ended with {again}")
             elif without_manifest(contents(output)) != without_manifest(expected):
@@ -432,7 +422,7 @@ def kill_launches(folder: Path, number: int, seed: int) -> Report:
 
 # ---- All of it -------------------------------------------------------------------------------------------------------
 def kill_all(folder: Path, *, kills: int, launches: int, seed: int = 0, names: Iterable[str] = COMPOSITIONS) -> Report:
-    """Kills trainings ``kills`` times, tools at every operation, and ``launches`` times ranks that are executed."""
+    """Kills trainings ``kills`` times, `consolidate` at every operation, and executed ranks ``launches`` times."""
     report, names = Report(), list(names)
     for index, name in enumerate(names):
         began = time.monotonic()
@@ -445,12 +435,11 @@ def kill_all(folder: Path, *, kills: int, launches: int, seed: int = 0, names: I
         sys.stdout.flush()
     checkpoint = latest(folder / names[0].replace(" ", "-") / "checkpoints")
     if checkpoint is None:
-        report.problems.append("there is no checkpoint for the tools")
+        report.problems.append("there is no checkpoint for consolidate")
         return report
-    for tool in TOOLS:
-        found = kill_tool(tool, checkpoint, folder / tool)
-        report.add(found)
-        print(f"{tool}: {sum(found.kills.values())} kills", *found.problems, sep="\n", flush=True)
+    found = kill_tool(checkpoint, folder / TOOL)
+    report.add(found)
+    print(f"{TOOL}: {sum(found.kills.values())} kills", *found.problems, sep="\n", flush=True)
     if launches:
         report.add(kill_launches(folder / "launched", launches, seed))
     return report

@@ -9,11 +9,10 @@ import os
 import time
 from typing import Any
 
-from neuron_accel.cli.parser import naming_options
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.neuron.cache import CompileCache, Entry, Eviction, entries, in_use, location_of, prune
-from neuron_accel.neuron.quantities import format_duration, format_size
-from neuron_accel.terminal import format_pairs, format_table, show, table_width
+from neuron_accel.neuron.cache import Entry, Eviction, entries, in_use, location_of, prune
+from neuron_accel.neuron.quantities import format_duration, format_size, parse_duration, parse_size
+from neuron_accel.terminal import format_table, show, table_width
 
 DESCRIPTION = """\
 List the persistent compile cache of the XLA path, and evict entries.
@@ -23,7 +22,6 @@ entries. Its location is set by --cache-dir, NEURON_CC_FLAGS (--cache_dir) or NE
 /var/tmp/neuron-compile-cache.
 
   list    every entry, least recently used first
-  stats   number and size of entries, compiler versions
   prune   evict entries unused for --ttl, then the least recently used until --max-size remains
 
 prune keeps entries that a job may be using: those that are locked, being compiled, or were used within a day. It may
@@ -32,15 +30,15 @@ run during training, for example from cron. A cache on S3 is left to lifecycle r
 EXAMPLES = """\
 examples:
   neuron-accel cache list                                  every entry
-  neuron-accel cache stats --json                          for programs
+  neuron-accel cache list --json                           for programs
   neuron-accel cache prune --max-size 200GB --dry-run      print what would be evicted
   neuron-accel cache prune --ttl 30d --max-size 200GB      evict
-  neuron-accel cache stats --cache-dir /fsx/neuron_cache   another cache
+  neuron-accel cache list --cache-dir /fsx/neuron_cache    another cache
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("list", "stats", "prune"), help="see above")
+    parser.add_argument("action", choices=("list", "prune"), help="see above")
     parser.add_argument("--cache-dir", metavar="PATH", help="location of the cache (default: from the environment)")
     parser.add_argument("--max-size", metavar="SIZE", help="prune: maximum size of the cache, such as 200GB or 50GiB")
     parser.add_argument("--ttl", metavar="TIME", help="prune: evict entries unused for longer, such as 30d or 12h")
@@ -48,14 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-OPTIONS = {"CompileCache.max_size": "--max-size", "CompileCache.ttl": "--ttl"}
-"""Arguments of :class:`CompileCache` in its error messages, and the options that they correspond to."""
-
-
 def run(args: argparse.Namespace) -> int:
     _check_options(args)
-    with naming_options(OPTIONS):
-        report, text = _report(args)
+    report, text = _report(args)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -68,7 +61,7 @@ def _report(args: argparse.Namespace) -> tuple[Any, str]:
     place = given.removeprefix("file://")
     if args.action == "list" and args.cache_dir is None and "://" not in place and not os.path.exists(place):
         return [], f"{place} does not exist yet; the first training that compiles creates it"
-    return {"list": _list, "stats": _stats, "prune": _prune}[args.action](place, args)
+    return (_list if args.action == "list" else _prune)(place, args)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -103,52 +96,24 @@ def _list(folder: str, args: argparse.Namespace) -> tuple[Any, str]:
         ]
         for row in report
     ]
-    return report, format_table(headers, rows, table_width())
-
-
-def _stats(folder: str, args: argparse.Namespace) -> tuple[Any, str]:
-    found = entries(folder)
-    oldest = found[0].last_used if found else None
-    compilers = {
-        version: {
-            "entries": sum(entry.compiler == version for entry in found),
-            "bytes": sum(entry.size for entry in found if entry.compiler == version),
-        }
-        for version in sorted({entry.compiler for entry in found})
-    }
-    states = {state: sum(entry.state == state for entry in found) for state in ("done", "failed", "incomplete")}
-    size = sum(entry.size for entry in found)
-    report = {
-        "folder": folder,
-        "entries": len(found),
-        "bytes": size,
-        "states": states,
-        "compilers": compilers,
-        "least_recently_used": oldest,
-    }
-    pairs = [
-        ("folder", folder),
-        ("entries", f"{len(found)} ({', '.join(f'{n} {state}' for state, n in states.items())})"),
-        ("size", format_size(size)),
-        ("least recently used", "-" if oldest is None else f"{format_duration(time.time() - oldest)} ago"),
-        *((f"compiler {v}", f"{row['entries']} entries, {format_size(row['bytes'])}") for v, row in compilers.items()),
-    ]
-    return report, format_pairs(pairs, indent="", width=table_width())
+    size = format_size(sum(row["bytes"] for row in report))
+    return report, f"{format_table(headers, rows, table_width())}\n{len(report)} entries, {size}"
 
 
 def _prune(folder: str, args: argparse.Namespace) -> tuple[Any, str]:
-    limits = CompileCache(max_size=args.max_size, ttl=args.ttl)
-    done = prune(folder, max_bytes=limits.max_bytes, ttl_seconds=limits.ttl_seconds, dry_run=args.dry_run)
+    size = None if args.max_size is None else parse_size(args.max_size, "--max-size")
+    ttl = None if args.ttl is None else parse_duration(args.ttl, "--ttl")
+    done = prune(folder, max_bytes=size, ttl_seconds=ttl, dry_run=args.dry_run)
     report = {
         "dry_run": args.dry_run,
         "evicted": [{**_plain(entry), "reason": reason} for entry, reason in done.evicted],
         "kept": [{**_plain(entry), "reason": reason} for entry, reason in done.kept],
         "bytes_left": done.left,
     }
-    return report, _describe(done, limits, args.dry_run)
+    return report, _describe(done, size, args.dry_run)
 
 
-def _describe(done: Eviction, limits: CompileCache, dry_run: bool) -> str:
+def _describe(done: Eviction, max_bytes: int | None, dry_run: bool) -> str:
     would = "would be evicted" if dry_run else "evicted"
     lines = []
     if done.evicted:
@@ -159,8 +124,8 @@ def _describe(done: Eviction, limits: CompileCache, dry_run: bool) -> str:
         lines += [format_table(("kept", "size", "because it is"), rows, table_width())]
     freed = sum(entry.size for entry, _ in done.evicted)
     lines.append(f"{len(done.evicted)} entries, {format_size(freed)} {would}; {format_size(done.left)} remain")
-    if limits.max_bytes is not None and done.left > limits.max_bytes:
-        lines.append(f"more than {format_size(limits.max_bytes)} remain, because jobs may be using entries")
+    if max_bytes is not None and done.left > max_bytes:
+        lines.append(f"more than {format_size(max_bytes)} remain, because jobs may be using entries")
     return "\n".join(lines)
 
 

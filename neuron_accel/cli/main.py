@@ -27,12 +27,16 @@ COMMANDS = {
     "schedule": ("neuron_accel.cli.schedule", "draw a pipeline schedule"),
     "test": ("neuron_accel.cli.smoke_test", "check this installation on several ranks, in under a minute"),
     "consolidate": ("neuron_accel.cli.consolidate", "turn a sharded checkpoint into a standard model folder"),
-    "reshard": ("neuron_accel.cli.reshard", "reshard a checkpoint for another mesh, including the optimizer"),
     "inspect": ("neuron_accel.cli.inspect", "show the contents of a checkpoint"),
     "verify": ("neuron_accel.cli.verify", "check that a checkpoint is complete and undamaged"),
 }
 """The module of each command, which is imported when the command is called, and what it does. Commands of other
 distributions are entry points."""
+
+FORMER = {
+    "reshard": "load_state loads a checkpoint on any mesh as it is; `neuron-accel consolidate` writes the full model",
+}
+"""Commands that there are no more, and what to do instead."""
 
 EPILOG = """\
 examples:
@@ -130,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words[0].startswith("-") and words[0] not in known:
         package = offered_by(GROUP, words[0])
         missing = f"the command {words[0]!r} is in a package of its own: {how_to_install(package or '')}"
-        parser.error(missing if package else no_command(words[0], known))
+        former = f"the command {words[0]!r} was removed: {FORMER.get(words[0])}"
+        parser.error(missing if package else former if words[0] in FORMER else no_command(words[0], known))
     try:
         args = parser.parse_args(words)
         return args.run(args)

@@ -25,7 +25,6 @@ from typing import Literal
 from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron import flags
 from neuron_accel.neuron.flags import VARIABLE, Flag
-from neuron_accel.neuron.quantities import parse_duration, parse_size
 
 DEFAULT_LOCATION = "/var/tmp/neuron-compile-cache"
 URL_VARIABLE = "NEURON_COMPILE_CACHE_URL"
@@ -59,21 +58,15 @@ class CompileCache:
         retry_failed_compilation: whether to compile graphs again that failed to compile before. If False, a failure is
             cached.
         log_level: log level of the cache.
-        max_size: largest size that ``neuron-accel cache prune`` leaves: bytes, or text such as ``"200GB"`` or
-            ``"50GiB"``.
-        ttl: time after which ``neuron-accel cache prune`` evicts an unused entry: seconds, or text such as ``"30d"`` or
-            ``"12h"``.
 
     Raises:
-        ConfigurationError: if the location or a limit is not valid, or options contradict each other.
+        ConfigurationError: if the location is not valid, or options contradict each other.
     """
 
     location: str | None = None
     no_cache: bool = False
     retry_failed_compilation: bool = False
     log_level: Literal["INFO", "WARNING", "ERROR"] | None = None
-    max_size: int | str | None = None
-    ttl: float | str | None = None
 
     def __post_init__(self) -> None:
         if self.location is not None:
@@ -93,17 +86,6 @@ class CompileCache:
                 where="CompileCache",
                 fix=f"pass one of {', '.join(flags.VALUES['--log_level'])}",
             )
-        self.max_bytes, self.ttl_seconds  # noqa: B018  raises an error for a malformed limit
-
-    @property
-    def max_bytes(self) -> int | None:
-        """``max_size`` in bytes."""
-        return None if self.max_size is None else parse_size(self.max_size, "CompileCache.max_size")
-
-    @property
-    def ttl_seconds(self) -> float | None:
-        """``ttl`` in seconds."""
-        return None if self.ttl is None else parse_duration(self.ttl, "CompileCache.ttl")
 
     def flags(self) -> tuple[Flag, ...]:
         """The options as flags for NEURON_CC_FLAGS (XLA path)."""

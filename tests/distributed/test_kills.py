@@ -29,17 +29,15 @@ def checkpoint(tmp_path_factory):
     return folder / "c"
 
 
-@pytest.mark.parametrize("tool", ["consolidate", "reshard"])
-def test_a_tool_that_is_killed_is_run_again(checkpoint, tmp_path, tool):
-    report = kills.kill_tool(tool, checkpoint, tmp_path / "run", every=9)
+def test_consolidate_that_is_killed_is_run_again(checkpoint, tmp_path):
+    report = kills.kill_tool(checkpoint, tmp_path / "run", every=9)
     assert report.problems == []
     assert sum(report.kills.values()) >= 6
 
 
-@pytest.mark.parametrize("tool", ["consolidate", "reshard"])
-def test_what_a_killed_tool_has_left_would_be_found(checkpoint, tmp_path, tool, monkeypatch):
+def test_what_a_killed_tool_has_left_would_be_found(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(Output, "_remove_unfinished", lambda self: None)
-    report = kills.kill_tool(tool, checkpoint, tmp_path / "run", every=20)
+    report = kills.kill_tool(checkpoint, tmp_path / "run", every=20)
     assert any("the next run ended with 1" in problem for problem in report.problems)
 
 

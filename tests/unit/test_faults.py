@@ -20,7 +20,7 @@ SOURCES = Path(neuron_accel.__file__).parent
 def test_every_operation_on_files_is_a_point():
     text = "\n".join(path.read_text() for path in SOURCES.rglob("*.py"))
     operations = set(re.findall(r'\.operation\("(\w+)"', text))
-    works = ("save", "consolidate", "reshard")
+    works = ("save", "consolidate")
     assert {point for point in POINTS if "." in point} == {f"{work}.{name}" for work in works for name in operations}
 
 

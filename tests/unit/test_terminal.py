@@ -27,7 +27,7 @@ SHOWN = {
     "plugins": ["plugins"],
     "new-plugin": ["new-plugin a_name_that_is_rather_long_for_a_plugin --kind axis"],
     "precompile": ["precompile --dry-run -- neuron-accel launch --nproc-per-node 32 train.py --learning-rate 1e-4"],
-    "cache": ["cache list", "cache stats", "cache prune --ttl 1d --dry-run"],
+    "cache": ["cache list", "cache prune --ttl 1d --dry-run"],
     "schedule": [
         "schedule",
         "schedule --num-microbatches 32 --schedule zero-bubble",
@@ -35,7 +35,6 @@ SHOWN = {
         "schedule --num-microbatches 500",
     ],
     "consolidate": ["consolidate checkpoint output"],
-    "reshard": ["reshard --tensor-parallel-size 2 checkpoint output"],
     "inspect": ["inspect checkpoint --all"],
     "verify": ["verify checkpoint"],
 }

@@ -171,7 +171,7 @@ def is_pretrained(folder: Location) -> bool:
 
 
 UNFINISHED = ".unfinished.json"
-"""Name of the list of files that `consolidate` or `reshard` is writing into a folder; removed when the folder is
+"""Name of the list of files that `consolidate` is writing into a folder; removed when the folder is
 complete."""
 _SAFE = ("model.safetensors.index.json", "model.safetensors")
 _PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consolidate, reshard, inspect and verify: without a process group or an accelerator."""
+"""Consolidate, inspect and verify: without a process group or an accelerator."""

@@ -315,39 +315,29 @@ def _parts(tensors: Sequence[SourceTensor], count: Callable[[int], None]) -> Ite
     with FileRanges() as source:
         for tensor in tensors:
             extents = tensor.extents()
-            for part in blocks_of(tensor, source) if extents is None else extents:
+            for part in _blocks(tensor, source) if extents is None else extents:
                 yield part
                 count(part.size if isinstance(part, Extent) else len(part))
 
 
-def blocks_of(
-    tensor: SourceTensor,
-    source: FileRanges,
-    layout: Layout | None = None,
-    at: Mapping[str, int] | None = None,
-    start: int = 0,
-    stop: int | None = None,
-) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor in order, a few megabytes at a time. Each block is overwritten by the next.
+def _blocks(tensor: SourceTensor, source: FileRanges) -> Iterator[memoryview]:
+    """Yields the bytes of a full tensor in order, a few megabytes at a time. Each block is overwritten by the next.
 
     Args:
         tensor: the tensor.
         source: open files.
-        layout, at: layout and coordinates of the shard to read; by default the full tensor.
-        start, stop: range of elements; by default all.
     """
     import numpy as np
 
-    layout = layout or Layout(shape=tensor.layout.shape, dtype=tensor.layout.dtype)
-    stop = math.prod(layout.local_shape) if stop is None else stop
-    row = max(1, math.prod(layout.local_shape[1:]))
+    layout = Layout(shape=tensor.layout.shape, dtype=tensor.layout.dtype)
+    numel, row = math.prod(layout.shape), max(1, math.prod(layout.shape[1:]))
     # Full rows, unless a row is large, so that each shard is read once for a block.
     step = max(1, _BLOCK // (row * tensor.item_size)) * row
-    buffer = np.empty(min(step, stop - start), dtype=words(tensor.item_size))
-    for begin in range(start, stop, step):
-        end = min(begin + step, stop)
+    buffer = np.empty(min(step, numel), dtype=words(tensor.item_size))
+    for begin in range(0, numel, step):
+        end = min(begin + step, numel)
         out = buffer[: end - begin]
-        tensor.read(source, layout, at or {}, out, begin, end)
+        tensor.read(source, layout, {}, out, begin, end)
         yield out.data.cast("B")
 
 

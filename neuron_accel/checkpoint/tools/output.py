@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 
 from neuron_accel.checkpoint.format.files import Files, failure, read_bytes
 from neuron_accel.checkpoint.format.index import UNFINISHED
-from neuron_accel.checkpoint.state.lock import NAME as LOCK
 from neuron_accel.checkpoint.state.lock import SaveLock
 from neuron_accel.errors import CheckpointError, NeuronAccelError
 from neuron_accel.storage import Location, RemotePath
@@ -57,11 +56,6 @@ class Output:
                     self._remove(self._names)
         finally:
             self._leave(failed=kind is not None)
-
-    def contents(self) -> list[Location]:
-        """The contents of the folder, without the files of this class and without empty folders."""
-        paths: list[Location] = [path for path in self.folder.iterdir() if path.name != LOCK]
-        return [path for path in paths if not path.is_dir() or any(path.iterdir())]
 
     def announce(self, names: Iterable[str]) -> None:
         """Must be called once, before the first file is written.

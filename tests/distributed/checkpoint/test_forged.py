@@ -268,9 +268,7 @@ def test_whatever_is_forged_is_refused_before_anything_changes_or_loads(good, tm
 def use(tool, folder: Path, output: Path) -> None:
     from neuron_accel.checkpoint.tools.consolidate import consolidate
     from neuron_accel.checkpoint.tools.report import inspect, verify
-    from neuron_accel.checkpoint.tools.reshard import Sharding, reshard
     from neuron_accel.cli.inspect import format_report
-    from neuron_accel.engine.plan.mesh import Mesh
 
     if tool == "inspect":
         report = inspect(folder)
@@ -278,13 +276,11 @@ def use(tool, folder: Path, output: Path) -> None:
         format_report(report, everything=True)
     elif tool == "verify":
         assert all(isinstance(problem, str) for problem in verify(folder))
-    elif tool == "consolidate":
-        consolidate(folder, output)
     else:
-        reshard(folder, output, Sharding(mesh=Mesh.build([], 2), shard_optimizer=True))
+        consolidate(folder, output)
 
 
-@pytest.mark.parametrize("tool", ["inspect", "verify", "consolidate", "reshard"])
+@pytest.mark.parametrize("tool", ["inspect", "verify", "consolidate"])
 def test_tools_refuse_what_is_forged_in_words(tool, good, tmp_path):
     shutil.copytree(good, tmp_path / "forged")
     refused, wrong = 0, []
@@ -358,7 +354,7 @@ def load_what_is_no_file(good: str, folder: str, kind: str) -> list[str]:
             with pytest.raises(CheckpointError) as caught:
                 session.accelerator.load_state(folder, verify=verify)
             answers.append(str(caught.value))
-        for tool in ("inspect", "consolidate", "reshard"):
+        for tool in ("inspect", "consolidate"):
             try:
                 use(tool, Path(folder), Path(folder, "out", tool))
             except CheckpointError as error:

@@ -1,9 +1,8 @@
-"""The checkpoint tools (consolidate, inspect, verify, reshard), and loading folders of transformers."""
+"""The checkpoint tools (consolidate, inspect, verify), and loading folders of transformers."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import logging
 import shutil
@@ -16,16 +15,14 @@ import pytest
 import torch
 
 from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
-from neuron_accel.checkpoint.format.tensorfile import read_header
 from neuron_accel.checkpoint.tools.consolidate import consolidate, parse_size
-from neuron_accel.checkpoint.tools.report import inspect, verify
+from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.cli.main import main
 from neuron_accel.errors import CheckpointError, UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.checkpoint.checkpoint_support import (
     BATCHES,
     MODELS,
-    PP2_TP2,
     TOPOLOGIES,
     TP2,
     TP4,
@@ -366,47 +363,6 @@ def test_shards_are_never_saved_as_if_they_were_the_model(tmp_path):
     run_ranks(_copy_and_save, 2, str(tmp_path / "out"))
 
 
-# ---- reshard ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("model", ["gpt2-tied", "llama-padded"])
-@pytest.mark.parametrize(
-    ("pp", "tp", "dp", "zero"),
-    [(1, 1, 1, False), (1, 2, 2, True), (1, 4, 1, False), (2, 2, 1, False), (2, 1, 2, True)],
-)
-def test_resharded_checkpoints_hold_the_same(saved, tmp_path, model, pp, tp, dp, zero):
-    folder, contents, loss = saved(model)
-    arguments = [
-        "--tensor-parallel-size",
-        str(tp),
-        "--data-parallel-size",
-        str(dp),
-        "--pipeline-parallel-size",
-        str(pp),
-    ]
-    arguments += ["--zero-1"] if zero else []
-    assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 0
-    assert verify(tmp_path / "out") == []
-    shards = sorted(path.name for path in (tmp_path / "out" / "tensor_parallel_shards").iterdir())
-    degrees = {axis: degree for axis, degree in (("pp", pp), ("dp", dp), ("tp", tp)) if degree > 1}
-    ranks = itertools.product(*(range(degree) for degree in degrees.values()))
-    names = ["_".join(f"{axis}_rank_0{i}" for axis, i in zip(degrees, rank, strict=True)) for rank in ranks]
-    assert shards == [f"{name or 'rank_00'}.safetensors" for name in names]
-    parallelism = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    plugins = [{"model_parallelism": parallelism | ({"num_microbatches": 2} if pp > 1 else {})}, "zero1"]
-    found, next_loss = run_ranks(load_and_step, tp * dp * pp, str(tmp_path / "out"), model, plugins)[0]
-    assert_equal(contents, found)
-    assert next_loss == pytest.approx(loss, rel=1e-5)
-    assert main(["reshard", "-q", *arguments, str(folder), str(tmp_path / "out")]) == 2  # not empty
-
-
-def _stage_weights(folder: str) -> tuple[str, set[str]]:
-    """Returns the name of this rank's file and the names of the weights in it."""
-    trained = Trained("llama", [PP2_TP2], seed=1)
-    accelerator = trained.accelerator
-    names = {record.fqn for m in accelerator.run.models for record in m.parameters if record.current is not None}
-    tp, pp = accelerator.tensor_parallel_rank, accelerator.pipeline_parallel_rank
-    return f"pp_rank_0{pp}_tp_rank_0{tp}.safetensors", names
-
-
 def test_files_may_have_any_names(saved, tmp_path):
     """Checkpoints load that were written before files were named by the axes of the mesh, when every name had tp, pp
     and dp."""
@@ -424,32 +380,3 @@ def test_files_may_have_any_names(saved, tmp_path):
     found, next_loss = run_ranks(load_and_step, 2, str(tmp_path / "old"), "gpt2-tied", ["zero1"])[0]
     assert_equal(contents, found)
     assert next_loss == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_pipeline_is_resharded_back_and_forth(saved, tmp_path):
-    """The files that `reshard` makes for the ranks of a pipeline hold the layers that these ranks run."""
-    folder, contents, loss = saved("llama")
-    there = ["--tensor-parallel", "2", "--pipeline-parallel", "2"]
-    assert main(["reshard", "-q", *there, str(folder), str(tmp_path / "pp")]) == 0
-    for file, names in run_ranks(_stage_weights, 4, str(tmp_path / "pp")):
-        header = read_header(tmp_path / "pp" / "tensor_parallel_shards" / file)
-        assert set(header.tensors) <= names
-        assert any(".layers." in name for name in header.tensors)
-    assert main(["reshard", "-q", str(tmp_path / "pp"), str(tmp_path / "back")]) == 0
-    order = parameters_of("llama")
-    for each in (folder, tmp_path / "pp", tmp_path / "back"):
-        collections = inspect(each)["collections"]
-        assert len(collections) > 2
-        for tensors in collections.values():
-            assert [tensor["name"] for tensor in tensors] == order, "in the order of the model"
-    found, next_loss = run_ranks(load_and_step, 1, str(tmp_path / "back"), "llama", [])[0]
-    assert_equal(contents, found)
-    assert next_loss == pytest.approx(loss, rel=1e-5)
-
-
-def test_resharding_without_configuration_is_refused(saved, tmp_path, capsys):
-    folder = tmp_path / "copy"
-    shutil.copytree(saved("llama")[0], folder)
-    (folder / "config.json").unlink()
-    assert main(["reshard", "-q", "--pipeline-parallel", "2", str(folder), str(tmp_path / "out")]) == 2
-    assert "no config.json" in capsys.readouterr().err

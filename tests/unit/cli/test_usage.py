@@ -84,7 +84,6 @@ def test_examples_that_are_too_long_go_on_as_in_a_shell():
         ("env more", "unexpected argument 'more'"),
         ("cache lst", "invalid choice: 'lst' (choose from"),
         ("cache lst", "did you mean list?"),
-        ("reshard --tensor-paralel 2 a b", "did you mean --tensor-parallel-size?"),
     ],
 )
 def test_wrong_usage_is_answered_by_the_command(command, message, capsys):
@@ -95,21 +94,15 @@ def test_wrong_usage_is_answered_by_the_command(command, message, capsys):
 
 
 def test_former_names_of_options_are_understood_and_not_shown(capsys):
-    words = "reshard --tensor-parallel 2 --pipeline-parallel 3 --data-parallel 4 in out"
-    args = build_parser().parse_args(words.split())
-    assert (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (2, 3, 4)
     args = build_parser().parse_args(["schedule", "--stages", "3", "--microbatches", "5"])
     assert (args.pipeline_parallel_size, args.num_microbatches) == (3, 5)
     defaults = build_parser().parse_args(["schedule"])
     assert (defaults.pipeline_parallel_size, defaults.num_microbatches) == (4, 8)
-    for name in ("reshard", "schedule"):
-        assert ends([name, "--help"]) == 0
-        assert not re.search(
-            r"--(tensor|pipeline|data)-parallel\b(?!-)|--stages|--microbatches", capsys.readouterr().out
-        )
+    assert ends(["schedule", "--help"]) == 0
+    assert not re.search(r"--stages|--microbatches", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "num_microbatches", "cache_dir"])
+@pytest.mark.parametrize("option", ["pipeline_parallel_size", "num_microbatches", "cache_dir"])
 def test_an_option_has_one_name_in_every_command(option):
     (commands,) = [a for a in build_parser()._actions if isinstance(a.choices, dict)]
     for parser in commands.choices.values():
@@ -123,6 +116,13 @@ def test_an_option_has_one_name_in_every_command(option):
 def test_arguments_of_the_script_are_not_ours():
     args = build_parser().parse_args(["launch", "--cpu", "train.py", "--nproc-per-nod", "3", "-n", "--", "x"])
     assert args.script_args == ["--nproc-per-nod", "3", "-n", "--", "x"]
+
+
+def test_a_command_that_was_removed_names_the_way_round(capsys):
+    assert ends(["reshard", "a", "b"]) == 2
+    error = capsys.readouterr().err
+    assert "'reshard' was removed: load_state loads a checkpoint on any mesh" in error
+    assert "consolidate" in error
 
 
 @pytest.mark.parametrize(("word", "near"), [("lauch", "did you mean 'launch'?"), ("xyzzy", "commands: launch, env")])
@@ -161,7 +161,6 @@ def test_an_unknown_command(word, near, capsys):
         ("inspect /nope", "'/nope' does not exist", "/nope"),
         ("verify /nope", "'/nope' does not exist", "/nope"),
         ("consolidate /nope out", "'/nope' does not exist", "/nope"),
-        ("reshard /nope out", "'/nope' does not exist", "/nope"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_words_of_the_command_line(command, what, where, capsys, tmp_path, monkeypatch):

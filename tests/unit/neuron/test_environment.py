@@ -10,6 +10,7 @@ from neuron_accel.errors import ConfigurationError
 from neuron_accel.neuron import CompileCache, RuntimeOptions, find_instance
 from neuron_accel.neuron.cache import location_of, remark_on_place, shared_by_machines
 from neuron_accel.neuron.environment import check_visible_cores, root_address
+from neuron_accel.neuron.quantities import parse_duration, parse_size
 from neuron_accel.neuron.variables import VARIABLES, review
 
 
@@ -296,9 +297,6 @@ def test_where_the_cache_is(environ, place):
         ({"location": "https://somewhere"}, "cannot be at"),
         ({"no_cache": True, "retry_failed_compilation": True}, "contradict"),
         ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
-        ({"max_size": "200 potatoes"}, "not a size"),
-        ({"max_size": -1}, "not a size"),
-        ({"ttl": "soon"}, "not a duration"),
     ],
 )
 def test_a_cache_that_cannot_be(options, words):
@@ -310,14 +308,17 @@ def test_a_cache_that_cannot_be(options, words):
     ("size", "count"), [("200GB", 200 * 10**9), ("1.5 GiB", 3 * 2**29), ("10k", 10240), (7, 7), ("7", 7), ("0", 0)]
 )
 def test_sizes(size, count):
-    assert CompileCache(max_size=size).max_bytes == count
+    assert parse_size(size, "size") == count
+    for wrong in ("200 potatoes", -1):
+        with pytest.raises(ConfigurationError, match="not a size"):
+            parse_size(wrong, "size")
 
 
 @pytest.mark.parametrize(
     ("ttl", "seconds"), [("30d", 2_592_000), ("12h", 43_200), ("90min", 5_400), (60, 60), ("1w", 604_800)]
 )
 def test_durations(ttl, seconds):
-    assert CompileCache(ttl=ttl).ttl_seconds == seconds
+    assert parse_duration(ttl, "ttl") == seconds
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
