@@ -6,6 +6,8 @@ A plugin of a third party does the same, and may also import ``neuron_accel`` an
 modules are private and may change in any release. Names may be added here; any other change raises :data:`API_VERSION`.
 """
 
+from typing import Any
+
 # devices, groups, collectives, events
 from neuron_accel.backends.autograd import (
     all_to_all,
@@ -21,6 +23,7 @@ from neuron_accel.backends.board import Board
 from neuron_accel.backends.events import Collective, Event, Events, Observer, Traffic, Transfer
 from neuron_accel.backends.group import Group, Pending
 from neuron_accel.backends.randomness import RankRandomness
+from neuron_accel.doors import moved
 
 # gradients, their norms; optimizers, copies of them for other parameters, their state in terms of the original
 # parameters
@@ -36,11 +39,9 @@ from neuron_accel.engine.plan.plan import Plan
 from neuron_accel.engine.plan.plugin import (
     API_VERSION,
     Claim,
-    LayoutSpace,
     Phase,
     PlanContext,
     PluginSpec,
-    Stages,
     StrategyPlugin,
 )
 from neuron_accel.engine.plan.registry import import_object
@@ -104,7 +105,6 @@ __all__ = [
     "Join",
     "Layout",
     "LayoutError",
-    "LayoutSpace",
     "LazyGatheredShard",
     "LogitsTensor",
     "Mesh",
@@ -126,7 +126,6 @@ __all__ = [
     "ShardedState",
     "ShardedWeights",
     "Stack",
-    "Stages",
     "StrategyPlugin",
     "Style",
     "Traffic",
@@ -161,3 +160,7 @@ __all__ = [
     "why_not_elementwise",
     "wrap_forward",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return moved(name, __name__)

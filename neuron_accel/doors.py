@@ -58,9 +58,9 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-migrate": {CHECKPOINT_READERS: ("neuronx",)},
     "neuron-accel-plan": {
         PLUGINS: ("auto_layout",),
-        COMMANDS: ("calibrate", "init", "plan"),
+        COMMANDS: ("calibrate", "init", "plan", "schedule"),
         LAYOUT_CHOICES: ("search",),
-        NAMES: ("plan",),
+        NAMES: ("LayoutSpace", "Stages", "plan"),
     },
     "neuron-accel-report": {
         PLUGINS: ("run_report",),
@@ -76,6 +76,7 @@ SUMMARIES = {
     "init": "ask what is trained, and write its script and layout",
     "plan": "count what a training run needs, without hardware",
     "report": "show what training runs did, as a page for a browser",
+    "schedule": "draw a pipeline schedule",
     "trace": "make a trace of a run, for Perfetto or Chrome",
 }
 """What the commands of these packages do; of others the summary of their distribution is shown."""

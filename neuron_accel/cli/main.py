@@ -24,7 +24,6 @@ COMMANDS = {
     "new-plugin": ("neuron_accel.cli.new_plugin", "create a package with a strategy plugin"),
     "precompile": ("neuron_accel.cli.precompile", "compile the graphs of a training run ahead of time"),
     "cache": ("neuron_accel.cli.cache", "list the compile cache, and evict entries"),
-    "schedule": ("neuron_accel.cli.schedule", "draw a pipeline schedule"),
     "test": ("neuron_accel.cli.smoke_test", "check this installation on several ranks, in under a minute"),
     "consolidate": ("neuron_accel.cli.consolidate", "turn a sharded checkpoint into a standard model folder"),
     "inspect": ("neuron_accel.cli.inspect", "show the contents of a checkpoint"),
@@ -45,7 +44,6 @@ examples:
   neuron-accel env                                              print versions and settings for a bug report
   neuron-accel plugins                                          list the installed strategies
   neuron-accel new-plugin stripes                               create a package with a strategy of your own
-  neuron-accel schedule --pipeline-parallel-size 4              draw a pipeline schedule
 """
 
 

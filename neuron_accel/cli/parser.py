@@ -156,18 +156,6 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {name}{rest}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def add_former_name(parser: argparse.ArgumentParser, former: str, option: str) -> None:
-    """Lets ``former`` be written instead of ``option``, which has another name now. The help does not show it."""
-    (action,) = (action for action in parser._actions if option in action.option_strings)
-    parser.add_argument(
-        former,
-        dest=action.dest,
-        type=action.type or str,
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
-
-
 def no_command(word: str, commands: Mapping[str, Any]) -> str:
     """The error message for an unknown command."""
     near = difflib.get_close_matches(word, commands, n=1, cutoff=0.5)

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "run_report": {"doors"},
     "backends": {"backends", "doors", "errors"},
     "engine": {"engine", "backends", "doors", "errors"},
-    "contract": {"models", "engine", "backends", "errors"},
+    "contract": {"models", "engine", "backends", "doors", "errors"},
     "commands": {"web_page", "terminal", "cli", "launch", "engine"},
     "models": {"models", "engine", "errors"},
     "lazy": {"lazy", "engine", "checkpoint", "errors"},

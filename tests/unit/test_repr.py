@@ -7,7 +7,6 @@ import enum
 import inspect
 import re
 import typing
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,7 +89,6 @@ def objects(tmp_path_factory) -> list[object]:
     reducer = contract.GradientReducer(prepared, run)
     weights = contract.WeightShard(read=torch.Tensor, start=0, stop=8, axes=("dp",), gather=torch.Tensor, changed=int)
     other = nn.Linear(4, 4)
-    tiny = SimpleNamespace(model_type="tiny", hidden_size=8)
     arguments = NeuronTrainingArguments(str(tmp_path_factory.mktemp("trainer")), use_cpu=True, report_to=[])
     sharded = contract.ShardedState({"weight": parameter.detach()})
     plugins = [getattr(neuron_accel, name) for name in neuron_accel.__all__ if name.endswith("Plugin")]
@@ -132,15 +130,11 @@ def objects(tmp_path_factory) -> list[object]:
         contract.GradientPart(parameter, ("tp",)),
         contract.Cut(dim=0, axis="tp", degree=2, size=4, blocks=(4,)),
         torch.Tensor._make_wrapper_subclass(contract.LogitsTensor, (2, 4)),
-        contract.LayoutSpace(
-            config=tiny, world_size=8, global_batch=8, sequence=16, model_groups=(1, 2), ranks_per_host=8
-        ),
         contract.PlanContext(mesh=run.mesh, plugins={"zero1": Zero1Plugin()}, capabilities=run.plan.capabilities),
         FullyShardedPlugin.spec,
         contract.RankRandomness(torch.device("cpu"), 1),
         contract.ReplicaState({"momentum": parameter}),
         PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=4),
-        contract.Stages(axis="pp", blocks=((2,), (2,)), microbatches=4, in_flight=(2, 1), bubble=0.2),
         *sharded_state(optimizer),
         contract.ShardedWeights(run, "fully_sharded"),
         contract.Unit("blocks.0", nn.Linear(4, 4), 1),

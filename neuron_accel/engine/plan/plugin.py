@@ -15,16 +15,15 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from neuron_accel.engine.plan.coerce import check_arguments, check_fields
-from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
+from neuron_accel.engine.plan.mesh import AxisSpec
 from neuron_accel.errors import NeuronAccelError, PluginError
 
 if TYPE_CHECKING:
@@ -158,79 +157,6 @@ class PlanContext:
         return f"<{type(self).__name__}: {self.mesh}; plugins: {', '.join(self.plugins) or 'none'}>"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stages:
-    """How a plugin distributes the blocks of a model, and the micro-batches of a batch, over the ranks of an axis.
-
-    Args:
-        axis: name of the axis.
-        blocks: for each rank along the axis, the number of blocks in each stage that it has.
-        microbatches: number of micro-batches into which a rank's batch is split.
-        multiple: the number of micro-batches is a multiple of this.
-        in_flight: for each rank, the largest number of forward passes of stages whose activations it keeps at a time.
-        bubble: fraction of time, from 0 to 1, in which the rank that computes longest waits for others.
-        passes: for each rank, what it computes: the name of each pass, its start and its end, in the time of one
-            forward pass. Reports draw it; may be empty.
-    """
-
-    axis: str
-    blocks: tuple[tuple[int, ...], ...]
-    microbatches: int
-    in_flight: tuple[int, ...]
-    bubble: float
-    multiple: int = 1
-    passes: tuple[tuple[tuple[str, float, float], ...], ...] = field(default=(), repr=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutSpace:
-    """Argument of :meth:`StrategyPlugin.layouts`: what a search of layouts is for, and what is chosen so far.
-
-    Args:
-        config: the configuration of the model, as of transformers.
-        world_size: number of ranks.
-        global_batch: samples in an optimizer step, over all ranks.
-        sequence: tokens in a sample.
-        model_groups: possible sizes of groups of neighbouring ranks that shard parameters.
-        ranks_per_host: number of ranks of a machine.
-        chosen: plugins that act earlier, configured.
-    """
-
-    config: Any
-    world_size: int
-    global_batch: int
-    sequence: int
-    model_groups: tuple[int, ...]
-    ranks_per_host: int
-    chosen: tuple[StrategyPlugin, ...] = ()
-
-    def __repr__(self) -> str:
-        what = f"{type(self.config).__name__} on {self.world_size} ranks"
-        chosen = ", ".join(plugin.spec.name for plugin in self.chosen) or "none"
-        return (
-            f"<{type(self).__name__}: {what}, {self.global_batch} samples of {self.sequence} tokens; chosen: {chosen}>"
-        )
-
-    def degree(self, axis: str) -> int:
-        """Number of ranks along an axis of the chosen plugins; 1 without it."""
-        return math.prod(found.degree for found in self._axes if found.name == axis)
-
-    @property
-    def replicas(self) -> int:
-        """Number of ranks that no axis of the chosen plugins takes."""
-        return self.world_size // math.prod(axis.degree for axis in self._axes)
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks with other samples, if all :attr:`replicas` are data-parallel."""
-        data = (AxisKind.DATA, AxisKind.REPLICA)
-        return self.replicas * math.prod(axis.degree for axis in self._axes if axis.kind in data)
-
-    @functools.cached_property
-    def _axes(self) -> tuple[AxisSpec, ...]:
-        return tuple(axis for plugin in self.chosen for axis in plugin.axes())
-
-
 class _KnownOptionsOnly:
     """A constructor that raises a ConfigurationError with the nearest name for an unknown option, instead of Python's
     TypeError."""
@@ -298,33 +224,6 @@ class StrategyPlugin(_KnownOptionsOnly):
 
     def validate(self, context: PlanContext) -> None:
         """Raises :class:`~neuron_accel.errors.PlanError` if this plugin cannot run in ``context``."""
-
-    # ---- planning without hardware -----------------------------------------------------------------------------------
-    def stages(self, model: torch.nn.Module) -> Stages | None:
-        """Returns how this plugin distributes the blocks of ``model``, which is not prepared; None if every rank has
-        all of them.
-
-        Raises:
-            UnsupportedModelError: if the model cannot be split so.
-        """
-        return None
-
-    def with_stages(self, blocks: str, sizes: Sequence[Sequence[int]], microbatches: int) -> StrategyPlugin:
-        """Returns this plugin for a smaller model and batch, from which those of a large one are extrapolated.
-
-        Args:
-            blocks: FQN of the list of blocks.
-            sizes: number of blocks in each stage of each rank, as in :class:`Stages`.
-            microbatches: number of micro-batches.
-        """
-        return self
-
-    @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
-        """Returns the configurations of this plugin that a search of layouts tries, besides doing without it. Classes
-        are asked in the order in which they act; combinations that cannot run are ruled out later, by the plan and by a
-        dry run."""
-        return ()
 
     def sharded_over_replicas(self) -> frozenset[str]:
         """Returns which of ``"weights"``, ``"gradients"`` and ``"optimizer state"`` this plugin shards over ranks that
@@ -562,7 +461,7 @@ def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
     """Returns descriptions of methods whose name is similar to that of a hook, and of hooks that do not accept their
     arguments."""
     problems = []
-    known = [*HOOKS, "axes", "companions", "validate", "stages", "with_stages", "layouts", "sharded_over_replicas"]
+    known = [*HOOKS, "axes", "companions", "validate", "sharded_over_replicas"]
     for base in cls.__mro__:
         if base is StrategyPlugin or not issubclass(base, StrategyPlugin):
             continue

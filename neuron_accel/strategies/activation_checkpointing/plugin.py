@@ -16,7 +16,6 @@ from neuron_accel.contract import (
     Architecture,
     BlockwiseAttention,
     ConfigurationError,
-    LayoutSpace,
     Phase,
     PluginSpec,
     StrategyPlugin,
@@ -64,11 +63,6 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="activation_checkpointing", phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
     )
-
-    @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
-        """Every block, or the scores of attention."""
-        return [cls(), cls(modules=CORE_ATTENTION)]
 
     def __post_init__(self) -> None:
         if self.every < 1:

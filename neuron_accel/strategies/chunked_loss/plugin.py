@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from neuron_accel.contract import (
     ConfigurationError,
-    LayoutSpace,
     LogitsTensor,
     Phase,
     PluginSpec,
@@ -56,11 +55,6 @@ class ChunkedLossPlugin(StrategyPlugin):
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="chunked_loss", phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
     )
-
-    @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
-        """As it is."""
-        return [cls()]
 
     def __post_init__(self) -> None:
         if self.chunks < 1:

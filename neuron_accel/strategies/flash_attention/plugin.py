@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from neuron_accel.contract import (
     BlockwiseAttention,
     ConfigurationError,
-    LayoutSpace,
     Phase,
     PluginSpec,
     StrategyPlugin,
@@ -52,11 +50,6 @@ class FlashAttentionPlugin(StrategyPlugin):
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="flash_attention", phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
     )
-
-    @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
-        """As it is."""
-        return [cls()]
 
     def __post_init__(self) -> None:
         if self.kernel not in (AUTO, TORCH, NKI):

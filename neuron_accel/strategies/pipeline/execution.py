@@ -17,7 +17,6 @@ from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad, Later
 from neuron_accel.strategies.pipeline.outputs import loss_of
 from neuron_accel.strategies.pipeline.p2p import P2P, Form, Part, Values
 from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, in_rounds, transfers_after
-from neuron_accel.strategies.pipeline.timeline import NAMES
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Events, Pending
@@ -26,6 +25,14 @@ if TYPE_CHECKING:
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, activations",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+}
+"""Names of computations in events."""
 
 
 @dataclass
@@ -126,7 +133,7 @@ class Execution(ABC):
 
     def _range(self, action: Action) -> AbstractContextManager[Any]:
         stage, microbatch = action.stage, action.microbatch
-        name = f"{NAMES[action.kind]}, stage {stage}, micro-batch {microbatch}"
+        name = f"{_NAMES[action.kind]}, stage {stage}, micro-batch {microbatch}"
         part = None if action.kind is Kind.FORWARD else "backward"
         return self._events.open(name, "pipeline", part=part, stage=stage, micro_batch=microbatch)
 

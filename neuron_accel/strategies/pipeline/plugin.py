@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,13 +13,10 @@ from neuron_accel.contract import (
     AxisSpec,
     Claim,
     ConfigurationError,
-    LayoutSpace,
     Phase,
     PlanContext,
     PlanError,
     PluginSpec,
-    Stages,
-    StrategyPlugin,
 )
 from neuron_accel.strategies.pipeline.options import PipelineOptions
 from neuron_accel.strategies.pipeline.schedules import make_schedule
@@ -72,12 +67,7 @@ class PipelineParallelPlugin(PipelineOptions):
         return (AxisSpec(name=AXIS, degree=self.pipeline_parallel_size, kind=AxisKind.STAGE),)
 
     def validate(self, context: PlanContext) -> None:
-        make_schedule(
-            self.schedule,
-            stages=self.pipeline_parallel_size,
-            microbatches=self.num_microbatches,
-            virtual_stages=self.virtual_stages,
-        )
+        self.computations()
         if not {"point-to-point", "lazy"} & context.capabilities:
             raise PlanError(
                 f"pipeline_parallel_size={self.pipeline_parallel_size} is not possible on this backend.",
@@ -87,54 +77,34 @@ class PipelineParallelPlugin(PipelineOptions):
                 fix="shard the model with tensor_parallel_size, or use a backend with point-to-point messages, or xla",
             )
 
-    @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
-        """Up to 16 stages, micro-batches of 1, 2 or 4 samples, at least as many as there are stages, and every schedule
-        but GPipe, which has the bubble of 1F1B and keeps more."""
-        layers = getattr(space.config, "num_hidden_layers", 0)
-        for ranks in (2, 4, 8, 16):
-            if ranks > layers or space.replicas % ranks:
-                continue
-            batch, rest = divmod(space.global_batch * ranks, space.data_ranks)
-            for number in () if rest else [batch // size for size in (1, 2, 4) if batch % size == 0]:
-                if number < ranks:
-                    continue
-                plain = cls(pipeline_parallel_size=ranks, num_microbatches=number)
-                yield plain
-                yield dataclasses.replace(plain, schedule="zero-bubble")
-                if 2 * ranks <= layers and number % ranks == 0:
-                    yield dataclasses.replace(plain, schedule="interleaved", virtual_stages=2)
+    def computations(self) -> tuple[tuple[tuple[str, int, int], ...], ...]:
+        """Returns what each rank along the pipeline computes for one batch, in this order: kind (``"F"``: forward,
+        ``"B"``: backward, ``"I"`` and ``"W"``: its halves, for the gradients of inputs and of weights), stage, and
+        micro-batch.
 
-    def stages(self, model: torch.nn.Module) -> Stages:
-        """Returns how blocks and micro-batches are distributed; the bubble is that of passes of equal stages."""
+        Raises:
+            ConfigurationError: if the schedule cannot run with these numbers of stages and micro-batches.
+        """
+        ranks, microbatches = self.pipeline_parallel_size, self.num_microbatches
+        schedule = make_schedule(
+            self.schedule, stages=ranks, microbatches=microbatches, virtual_stages=self.virtual_stages
+        )
+        lists = (schedule.compute(rank) for rank in range(ranks))
+        return tuple(tuple((a.kind.value, a.stage, a.microbatch) for a in actions) for actions in lists)
+
+    def blocks(self, model: torch.nn.Module) -> tuple[tuple[int, ...], ...]:
+        """Returns for each rank along the pipeline the number of blocks of ``model``, which is not prepared, in each of
+        its stages.
+
+        Raises:
+            UnsupportedModelError: if the model cannot be split so.
+        """
         from neuron_accel.strategies.pipeline.cuts import cut
-        from neuron_accel.strategies.pipeline.timeline import NAMES, in_flight, make_timeline
 
         ranks = self.pipeline_parallel_size
         stack, starts = cut(model, ranks * self.virtual_stages, self.stage_cuts)
         sizes = [stop - start for start, stop in itertools.pairwise((*starts, stack.blocks))]
-        schedule = make_schedule(
-            self.schedule, stages=ranks, microbatches=self.num_microbatches, virtual_stages=self.virtual_stages
-        )
-        timeline = make_timeline(schedule)
-        passes: list[list[tuple[str, float, float]]] = [[] for _ in range(ranks)]
-        for span in timeline.spans:
-            passes[span.rank].append((NAMES[span.action.kind], span.start, span.end))
-        return Stages(
-            axis=AXIS,
-            blocks=tuple(tuple(sizes[rank::ranks]) for rank in range(ranks)),
-            microbatches=self.num_microbatches,
-            multiple=ranks if self.virtual_stages > 1 else 1,
-            in_flight=tuple(in_flight(schedule, rank) for rank in range(ranks)),
-            bubble=timeline.bubble_share,
-            passes=tuple(map(tuple, passes)),
-        )
-
-    def with_stages(self, blocks: str, sizes: Sequence[Sequence[int]], microbatches: int) -> PipelineParallelPlugin:
-        """Returns a pipeline with ``sizes[rank][index]`` blocks in the stages of each rank."""
-        in_order = [own[index] for index in range(self.virtual_stages) for own in sizes]
-        cuts = tuple(f"{blocks}.{start}" for start in itertools.accumulate(in_order[:-1]))
-        return dataclasses.replace(self, stage_cuts=cuts, num_microbatches=microbatches)
+        return tuple(tuple(sizes[rank::ranks]) for rank in range(ranks))
 
     def setup(self, run: Run) -> None:
         """Declares that stages run different graphs."""

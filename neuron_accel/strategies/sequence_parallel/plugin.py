@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from neuron_accel.contract import (
     Architecture,
-    LayoutSpace,
     ParameterMap,
     Phase,
     PlanError,
@@ -71,11 +70,6 @@ class SequenceParallelPlugin(StrategyPlugin):
         requires=frozenset({"axis:tp"}),
         provides=frozenset({"weights-in-passes"}),
     )
-
-    @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
-        """With tensor parallelism."""
-        return [cls()] if space.degree(AXIS) > 1 else []
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Shards activations between regions along the sequence.

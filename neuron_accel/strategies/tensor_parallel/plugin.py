@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,6 @@ from neuron_accel.contract import (
     AxisSpec,
     ConfigurationError,
     GradientPart,
-    LayoutSpace,
     NeuronAccelError,
     Phase,
     PluginSpec,
@@ -79,11 +78,6 @@ class TensorParallelPlugin(TensorParallelOptions):
 
     def axes(self) -> tuple[AxisSpec, ...]:
         return (AxisSpec(name=AXIS, degree=self.tensor_parallel_size, kind=AxisKind.MODEL),)
-
-    @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
-        """Every size of group that the machine can form."""
-        return [cls(tensor_parallel_size=size) for size in space.model_groups if space.replicas % size == 0]
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Shards attention, feed-forward and vocabulary.

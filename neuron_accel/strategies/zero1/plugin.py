@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,7 +14,6 @@ from neuron_accel.contract import (
     Claim,
     ConfigurationError,
     GradientReducer,
-    LayoutSpace,
     Phase,
     PluginSpec,
     ShardedOptimizer,
@@ -89,11 +87,6 @@ class Zero1Plugin(StrategyPlugin):
     overlap: bool = True
     overlap_gather: bool = False
     broadcast_buffers: bool = True
-
-    @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
-        """Over the replicas, if there are several."""
-        return [cls()] if space.replicas > 1 else []
 
     def sharded_over_replicas(self) -> frozenset[str]:
         return frozenset({"optimizer state"})

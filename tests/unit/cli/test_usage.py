@@ -93,15 +93,6 @@ def test_wrong_usage_is_answered_by_the_command(command, message, capsys):
     assert message in error
 
 
-def test_former_names_of_options_are_understood_and_not_shown(capsys):
-    args = build_parser().parse_args(["schedule", "--stages", "3", "--microbatches", "5"])
-    assert (args.pipeline_parallel_size, args.num_microbatches) == (3, 5)
-    defaults = build_parser().parse_args(["schedule"])
-    assert (defaults.pipeline_parallel_size, defaults.num_microbatches) == (4, 8)
-    assert ends(["schedule", "--help"]) == 0
-    assert not re.search(r"--stages|--microbatches", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("option", ["pipeline_parallel_size", "num_microbatches", "cache_dir"])
 def test_an_option_has_one_name_in_every_command(option):
     (commands,) = [a for a in build_parser()._actions if isinstance(a.choices, dict)]
@@ -109,8 +100,8 @@ def test_an_option_has_one_name_in_every_command(option):
         parser.load()
     actions = [a for parser in commands.choices.values() for a in parser._actions if a.dest == option]
     shown = [a for a in actions if a.help != argparse.SUPPRESS]
-    assert len(shown) > is_installed("neuron-accel-plan")  # plan has these options as well
-    assert {f"--{option.replace('_', '-')}" in a.option_strings for a in shown} == {True}
+    assert len(shown) > 1 or not is_installed("neuron-accel-plan")  # whose commands have these options as well
+    assert all(f"--{option.replace('_', '-')}" in a.option_strings for a in shown)
 
 
 def test_arguments_of_the_script_are_not_ours():
@@ -137,19 +128,6 @@ def test_an_unknown_command(word, near, capsys):
 @pytest.mark.parametrize(
     ("command", "what", "where"),
     [
-        ("schedule --svg /nope/x.svg", "/nope/x.svg cannot be written: No such file or directory.", "--svg"),
-        ("schedule --backward-cost 0", "cannot take 0 forward passes", "--backward-cost"),
-        ("schedule --backward-cost -1", "cannot take -1 forward passes", "--backward-cost"),
-        ("schedule --backward-cost inf", "cannot take inf forward passes", "--backward-cost"),
-        ("schedule --stages 99999 --microbatches 99999", "are too many to draw", "--pipeline-parallel-size"),
-        ("schedule --schedule interleaved", "with --virtual-stages 1 is 1F1B", "--virtual-stages"),
-        ("schedule --virtual-stages 3", "runs one stage on each rank", "--virtual-stages"),
-        ("schedule --pipeline-parallel-size 0", "--pipeline-parallel-size is 0", None),
-        (
-            "schedule --schedule interleaved --virtual-stages 2 --num-microbatches 6",
-            "cannot run 6",
-            "--num-microbatches",
-        ),
         ("test --timeout -5", "The time limit is -5 seconds", "--timeout"),
         ("test --timeout nan", "The time limit is nan seconds", "--timeout"),
         ("cache list --cache-dir s3://bucket/p", "is not listed or pruned", None),
@@ -170,7 +148,7 @@ def test_what_cannot_be_done_is_said_in_words_of_the_command_line(command, what,
     error = captured.err + captured.out
     assert what in error
     assert where is None or f"where: {where}" in error
-    assert not re.search(r"CompileCache|virtual_stages|schedule=|num_microbatches|Traceback", error)
+    assert not re.search(r"CompileCache|Traceback", error)
     assert list(tmp_path.iterdir()) == []
 
 

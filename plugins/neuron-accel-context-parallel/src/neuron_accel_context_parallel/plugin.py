@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from neuron_accel.contract import AxisKind, AxisSpec, LayoutSpace, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import AxisKind, AxisSpec, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ContextParallelPlugin(StrategyPlugin):
     )
 
     @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+    def layouts(cls, space: Any) -> Iterable[StrategyPlugin]:
         """2, 4 or 8 ranks, each with two slices of at least 2,048 tokens, or 512 if there are fewer samples than ranks.
         Shorter sequences are divided by no rank that could have samples of its own."""
         least = 1024 if space.global_batch < space.replicas else 4096

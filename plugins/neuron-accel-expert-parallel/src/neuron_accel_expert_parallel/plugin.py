@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from neuron_accel.contract import AxisKind, AxisSpec, LayoutSpace, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import AxisKind, AxisSpec, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import ConfigurationError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class ExpertParallelPlugin(StrategyPlugin):
     )
 
     @classmethod
-    def layouts(cls, space: LayoutSpace) -> Iterable[StrategyPlugin]:
+    def layouts(cls, space: Any) -> Iterable[StrategyPlugin]:
         """The divisors of the number of experts, up to a machine."""
         names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
         experts = next((value for name in names if isinstance(value := getattr(space.config, name, None), int)), 0)

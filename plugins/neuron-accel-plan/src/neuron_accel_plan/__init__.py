@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from neuron_accel_plan.script import ScriptCount as ScriptCount
     from neuron_accel_plan.script import count_training as count_training
     from neuron_accel_plan.search import Search as Search
+    from neuron_accel_plan.spaces import LayoutSpace as LayoutSpace
+    from neuron_accel_plan.spaces import Stages as Stages
     from neuron_accel_plan.step import StepCount as StepCount
     from neuron_accel_plan.time import StepTime as StepTime
     from neuron_accel_plan.time import predict_time as predict_time
 
 _WHERE = {
     "LayoutCount": "layout",
+    "LayoutSpace": "spaces",
     "Machine": "calibration",
     "ScriptCount": "script",
     "Search": "search",
+    "Stages": "spaces",
     "StepCount": "step",
     "StepTime": "time",
     "count_training": "script",

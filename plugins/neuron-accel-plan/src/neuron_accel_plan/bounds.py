@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel import ActivationCheckpointingPlugin, ChunkedLossPlugin, Instance
-from neuron_accel.contract import AxisKind, AxisSpec, Stages, StrategyPlugin
+from neuron_accel.contract import AxisKind, AxisSpec, StrategyPlugin
 from neuron_accel.errors import NeuronAccelError
 from neuron_accel_plan.candidates import Layout, family_of
 from neuron_accel_plan.dry_runs import Answer, Failed, Ranked, Sample, first_line
 from neuron_accel_plan.layout import Planner
 from neuron_accel_plan.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
+from neuron_accel_plan.spaces import Stages, has_stages, stages_of
 from neuron_accel_plan.step import StepCount, block_of, extrapolate
 from neuron_accel_plan.time import (
     PASSES,
@@ -498,7 +499,7 @@ class Bounds:
         """The stages of a layout's pipeline; None without one; why there can be none."""
         plugins = self._facts_of(layout).plugins  # whose identity is used
         if id(plugins) not in self._staged:
-            staging = [each for each in plugins if type(each).stages is not StrategyPlugin.stages]
+            staging = [each for each in plugins if has_stages(each)]
             found = (self._stages_by(each) for each in staging)
             self._staged[id(plugins)] = next((stages for stages in found if stages is not None), None)
         return self._staged[id(plugins)]
@@ -507,7 +508,7 @@ class Bounds:
         key = repr(plugin)
         if key not in self._stages:
             try:
-                self._stages[key] = plugin.stages(self._planner.model)
+                self._stages[key] = stages_of(plugin, self._planner.model)
             except NeuronAccelError as error:
                 self._stages[key] = first_line(error)
         return self._stages[key]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_accel.commands import plugin_classes, to_config
-from neuron_accel.contract import AxisKind, LayoutSpace, Phase, StrategyPlugin
+from neuron_accel.contract import AxisKind, Phase, StrategyPlugin
+from neuron_accel_plan.spaces import LayoutSpace, layouts_by
 
 _REST = frozenset({Phase.STAGES, Phase.GRADIENTS, Phase.OPTIMIZER})
 """Phases of plugins that do not change what a block computes."""
@@ -69,12 +70,14 @@ def family_of(plugins: tuple[StrategyPlugin, ...]) -> tuple[StrategyPlugin, ...]
 def offering() -> list[type[StrategyPlugin]]:
     """The plugin classes that offer layouts, in the order in which they act. Packages that cannot be loaded are left
     out, as they are for training."""
-    found = [
-        cls
-        for cls in plugin_classes()
-        if cls.layouts.__func__ is not StrategyPlugin.layouts.__func__  # type: ignore[attr-defined]
-    ]
+    found = [cls for cls in plugin_classes() if layouts_by(cls)]
     return sorted(found, key=lambda cls: (cls.spec.phase, cls.spec.name))
+
+
+def configurations(cls: type[StrategyPlugin], space: LayoutSpace) -> Sequence[StrategyPlugin]:
+    """The configurations of a class that may be tried."""
+    offered = layouts_by(cls)
+    return [] if offered is None else list(offered(space))
 
 
 def _combinations(
@@ -89,7 +92,7 @@ def _combinations(
     yield from _combinations(others, excluded, space)
     if any((first, type(plugin)) in excluded for plugin in space.chosen):
         return
-    for plugin in first.layouts(space):
+    for plugin in configurations(first, space):
         yield from _combinations(others, excluded, dataclasses.replace(space, chosen=(*space.chosen, plugin)))
 
 

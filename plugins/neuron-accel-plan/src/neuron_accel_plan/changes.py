@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from neuron_accel.contract import AxisKind, StrategyPlugin
 from neuron_accel.errors import NeuronAccelError
-from neuron_accel_plan.candidates import Layout, exclude, offering, text
+from neuron_accel_plan.candidates import Layout, configurations, exclude, offering, text
 from neuron_accel_plan.dry_runs import is_ours
 from neuron_accel_plan.layout import LayoutCount, Planner
 
@@ -69,7 +69,7 @@ def _changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
     for cls in offering():
         present = next((plugin for plugin in plugins if type(plugin) is cls), None)
         others = tuple(p for p in plugins if p is not present and not exclude(cls, type(p)))
-        options = list(cls.layouts(planner.space(others)))
+        options = list(configurations(cls, planner.space(others)))
         degrees = sorted((p for p in options if _degree(p) > _degree(present)), key=_degree)
         if degrees:
             options = degrees[:1]
@@ -81,9 +81,10 @@ def _changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
             changed = Layout(plugins=_in_order((*others, option)), accumulation=layout.accumulation)
             yield what, changed
             for following in offering():
-                if any(type(p) is following for p in changed.plugins) or following.layouts(planner.space(others)):
+                chosen = any(type(p) is following for p in changed.plugins)
+                if chosen or configurations(following, planner.space(others)):
                     continue
-                for more in following.layouts(planner.space(changed.plugins)):
+                for more in configurations(following, planner.space(changed.plugins)):
                     both = Layout(plugins=_in_order((*changed.plugins, more)), accumulation=layout.accumulation)
                     yield f"{what}, {text(more)}", both
 

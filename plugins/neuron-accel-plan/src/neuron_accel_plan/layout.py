@@ -19,19 +19,20 @@ import torch
 
 from neuron_accel import DryRun, Instance, find_instance
 from neuron_accel.commands import dry_plan
-from neuron_accel.contract import AxisKind, LayoutSpace, model_without_weights
+from neuron_accel.contract import AxisKind, model_without_weights
 from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
 from neuron_accel_plan.calibration import Machine, reserve_of
 from neuron_accel_plan.graphs import Finding, findings
 from neuron_accel_plan.models import find_model
 from neuron_accel_plan.shapes import Results
+from neuron_accel_plan.spaces import LayoutSpace, Stages, stages_of, with_stages
 from neuron_accel_plan.step import StepCount, at_blocks, count_step, depths_of, extrapolate, repeat
 from neuron_accel_plan.time import StepTime, predict_time
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.contract import Mesh, Plan, Stages, StrategyPlugin
+    from neuron_accel.contract import Mesh, Plan, StrategyPlugin
 
 DTYPES = ("bfloat16", "float32")
 INSIDE, BETWEEN = "NeuronLink", "EFA"
@@ -290,7 +291,7 @@ class Planner:
         """
         plan = self.make_plan([part for plugin in plugins for part in _axes_apart(plugin)])
         rows = self._rows(plan, accumulation)
-        found = [(plugin, stages) for plugin in plan.plugins if (stages := plugin.stages(self.model)) is not None]
+        found = [(plugin, stages) for plugin in plan.plugins if (stages := stages_of(plugin, self.model)) is not None]
         pipeline, stages = found[0] if found else (None, None)
         if stages is not None and rows % stages.microbatches:
             raise PlanError(
@@ -436,7 +437,7 @@ class Planner:
         ) -> StepCount:
             if pipeline is not None:
                 number = rows // rows_each
-                plugins = tuple(plugin.with_stages(name, sizes(of_stages), number) for plugin in plugins)
+                plugins = tuple(with_stages(plugin, name, sizes(of_stages), number) for plugin in plugins)
             depth = sum(map(sum, sizes(of_stages)))
             return self._run(_Run(plugins, rank, accumulation, rows, depth=depth, warm_up=warm_up))
 
@@ -466,9 +467,8 @@ class Planner:
         assert pipeline is not None
         kept, ones = [], [1] * len(own)
         for number in numbers:
-            few_stages = pipeline.with_stages(name, sizes(ones), number).stages(
-                self._shallow(sum(map(sum, sizes(ones))))
-            )
+            smaller = with_stages(pipeline, name, sizes(ones), number)
+            few_stages = stages_of(smaller, self._shallow(sum(map(sum, sizes(ones)))))
             assert few_stages is not None
             kept.append(few_stages.in_flight[position])
         counts = [of_depth(plan.plugins, 1, numbers[0] * rows_each)]

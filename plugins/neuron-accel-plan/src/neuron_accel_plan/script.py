@@ -20,10 +20,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from neuron_accel import DryRun, find_instance
-from neuron_accel.contract import Phase, PluginSpec, Stages, StrategyPlugin
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import NeuronAccelError, UsageError
 from neuron_accel_plan.layout import LayoutCount, accelerate_set_aside, checked_reserve
 from neuron_accel_plan.memory import GRADIENTS, HOST, WEIGHTS, StepCounter
+from neuron_accel_plan.spaces import Stages, stages_of
 from neuron_accel_plan.step import StepCount, flows_of, kept_tensors, no_collection, waiting_gradients
 from neuron_accel_plan.trace import Tracer
 
@@ -220,7 +221,7 @@ class _Recorder:
         """A model is about to be changed by plugins."""
         module = model.module
         self.counter.label([*module.parameters(), *module.buffers()], HOST)
-        found = [stages for plugin in run.plan.plugins if (stages := plugin.stages(module)) is not None]
+        found = [stages for plugin in run.plan.plugins if (stages := stages_of(plugin, module)) is not None]
         size = sum(parameter.numel() for parameter in module.parameters())
         if size > self._parameters:
             self._model, self._parameters = type(model.original).__name__, size

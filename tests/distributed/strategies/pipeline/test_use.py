@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from neuron_accel.errors import CommunicationError, NeuronAccelError, PlanError, UnsupportedModelError, UsageError
-from neuron_accel.strategies.pipeline.schedules import make_schedule
-from neuron_accel.strategies.pipeline.timeline import in_flight
 from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.strategies.pipeline.pipeline_support import BLOCKS, batches, gpt2, llama, mixtral, pipeline
 
@@ -149,8 +147,6 @@ def test_no_more_micro_batches_are_in_flight_than_the_schedule_allows(schedule, 
     options = {"schedule": schedule, "virtual_stages": virtual}
     found = [rank["in_flight"] for rank in run_ranks(held, 4, eight_blocks, 4, 8, options)]
     assert found == allowed
-    planned = make_schedule(schedule, stages=4, microbatches=8, virtual_stages=virtual)
-    assert found == [in_flight(planned, rank) for rank in range(4)]
 
 
 def clips_parts():

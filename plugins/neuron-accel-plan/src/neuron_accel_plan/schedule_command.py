@@ -8,12 +8,11 @@ import math
 import textwrap
 from pathlib import Path
 
-from neuron_accel.cli.parser import add_former_name, naming_options
-from neuron_accel.cli.schedule_chart import summary, svg, text
+from neuron_accel import PipelineParallelPlugin
+from neuron_accel.commands import naming_options, show, terminal_width
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.strategies.pipeline.schedules import SCHEDULES, Kind, make_schedule
-from neuron_accel.strategies.pipeline.timeline import Timeline, make_timeline
-from neuron_accel.terminal import show, terminal_width
+from neuron_accel_plan.schedule_chart import summary, svg, text
+from neuron_accel_plan.timeline import Kind, Timeline, make_timeline, schedule_of
 
 DESCRIPTION = """\
 Draw a pipeline schedule as a Gantt chart, with its bubble (the fraction of time in which a rank is idle) and the number
@@ -32,7 +31,7 @@ _OPTIONS = {
     "num_microbatches": "--num-microbatches",
     "microbatches": "--num-microbatches",
     "virtual_stages": "--virtual-stages",
-    "stages": "--pipeline-parallel-size",
+    "pipeline_parallel_size": "--pipeline-parallel-size",
     "schedule": "--schedule",
 }
 """Arguments of functions in error messages, and the options that they correspond to."""
@@ -45,9 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-microbatches", type=int, default=8, metavar="N", help="number of micro-batches (default: 8)"
     )
-    add_former_name(parser, "--stages", "--pipeline-parallel-size")
-    add_former_name(parser, "--microbatches", "--num-microbatches")
-    parser.add_argument("--schedule", default="1f1b", metavar="NAME", help=f"{', '.join(SCHEDULES)} (default: 1f1b)")
+    for former, name in (("--stages", "pipeline_parallel_size"), ("--microbatches", "num_microbatches")):
+        parser.add_argument(former, dest=name, type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME",
+        help="1f1b, gpipe, interleaved or zero-bubble (default: 1f1b)",
+    )
     parser.add_argument("--virtual-stages", type=int, default=1, metavar="N", help="stages on each rank (default: 1)")
     parser.add_argument(
         "--backward-cost",
@@ -88,9 +92,13 @@ def _timeline(args: argparse.Namespace) -> Timeline:
             fix=f"pass numbers whose product is at most {MAX_COMPUTATIONS}",
         )
     with naming_options(_OPTIONS):
-        schedule = make_schedule(
-            args.schedule, stages=stages, microbatches=microbatches, virtual_stages=args.virtual_stages
+        plugin = PipelineParallelPlugin(
+            pipeline_parallel_size=stages,
+            num_microbatches=microbatches,
+            schedule=args.schedule,
+            virtual_stages=args.virtual_stages,
         )
+        schedule = schedule_of(plugin)
     half = args.backward_cost / 2
     return make_timeline(
         schedule, {Kind.BACKWARD: args.backward_cost, Kind.BACKWARD_INPUT: half, Kind.BACKWARD_WEIGHT: half}

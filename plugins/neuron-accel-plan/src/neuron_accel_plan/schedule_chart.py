@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts of pipeline schedules for the terminal and as SVG. Without torch."""
+"""Charts of pipeline schedules for the terminal and as SVG."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import math
 import textwrap
 from xml.sax.saxutils import escape
 
-from neuron_accel.strategies.pipeline.schedules import Kind, Schedule
-from neuron_accel.strategies.pipeline.timeline import NAMES, TimedAction, Timeline, in_flight
+from neuron_accel_plan.timeline import NAMES, Kind, Schedule, TimedAction, Timeline, in_flight
 
-# ---- Charts: a Gantt chart for the terminal, and one as SVG ----------------------------------------------------------
 COLOURS = {
     Kind.FORWARD: "#4c78a8",
     Kind.BACKWARD: "#f58518",

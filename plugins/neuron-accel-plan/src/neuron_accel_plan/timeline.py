@@ -1,15 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When each action of a schedule happens, with transfers that take no time, and how many micro-batches a rank keeps.
-Without torch."""
+"""When each computation of a pipeline schedule happens, with transfers that take no time, and how many micro-batches a
+rank keeps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
+import neuron_accel
 from neuron_accel.errors import ConfigurationError
-from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, needs
+
+
+class Kind(str, Enum):
+    """Kinds of computations, by the letters of :meth:`~neuron_accel.PipelineParallelPlugin.computations`."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One computation: of which kind, of which stage, of which micro-batch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The computations of each rank of a pipeline, in their order. Stage s is on rank ``s % ranks``."""
+
+    name: str
+    ranks: int
+    microbatches: int
+    virtual_stages: int
+    actions: tuple[tuple[Action, ...], ...] = field(repr=False)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages in all."""
+        return self.ranks * self.virtual_stages
+
+
+def schedule_of(plugin: neuron_accel.PipelineParallelPlugin) -> Schedule:
+    """Returns the schedule of a pipeline.
+
+    Raises:
+        ConfigurationError: if there is none for its numbers of stages and micro-batches.
+    """
+    actions = tuple(
+        tuple(Action(Kind(kind), stage, microbatch) for kind, stage, microbatch in rank)
+        for rank in plugin.computations()
+    )
+    ranks, microbatches = plugin.pipeline_parallel_size, plugin.num_microbatches
+    return Schedule(plugin.schedule, ranks, microbatches, plugin.virtual_stages, actions)
+
+
+def needs(action: Action, stages: int) -> tuple[Action, ...]:
+    """Returns the computations whose results a computation uses."""
+    kind, stage, microbatch = action.kind, action.stage, action.microbatch
+    if kind is Kind.FORWARD:
+        return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage else ()
+    if kind is Kind.BACKWARD_WEIGHT:
+        return (Action(Kind.BACKWARD_INPUT, stage, microbatch),)
+    before = (Action(Kind.FORWARD, stage, microbatch),)
+    return before if stage == stages - 1 else (*before, Action(kind, stage + 1, microbatch))
+
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -85,7 +146,7 @@ def make_timeline(schedule: Schedule, costs: Mapping[Kind, float] | None = None)
                 where="costs",
                 fix="pass a number above 0; 2 is usual for a backward pass",
             )
-    lists = [schedule.compute(rank) for rank in range(schedule.ranks)]
+    lists = schedule.actions
     ends: dict[Action, float] = {}
     free, position = [0.0] * schedule.ranks, [0] * schedule.ranks
     spans: list[TimedAction] = []
@@ -110,7 +171,7 @@ def in_flight(schedule: Schedule, rank: int) -> int:
     """The largest number of forward passes whose activations a rank keeps at the same time, over all its stages."""
     kept = most = 0
     ends = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
-    for action in schedule.compute(rank):
+    for action in schedule.actions[rank]:
         kept += (action.kind is Kind.FORWARD) - (action.kind in ends)
         most = max(most, kept)
     return most
