@@ -167,7 +167,8 @@ class ItemCount:
         """Divides the accumulated gradients by the number of items, once, if losses were given with items.
         Collective."""
         if self._count is not None:
-            self._action()
+            if self._action.announced:
+                self._action()
             self._divide()
 
     def _divide(self) -> None:

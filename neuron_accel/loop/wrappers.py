@@ -84,7 +84,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
         run, lazy = self._run, self.lazy
         with run.events.open("optimizer step", "step", part="optimizer", optimizer=id(self)):
             self._gradients_complete()
-            self._stepping()
+            if self._stepping.announced:
+                self._stepping()
             if closure is not None or self._may_step():
                 for before_step in run.hooks["before_step"]:
                     before_step(self.optimizer, run)
@@ -132,7 +133,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients:
             return
         with self._run.events.open("zero_grad", "part", part="optimizer"):
-            self._zeroing(*([] if set_to_none is None else [set_to_none]))
+            if self._zeroing.announced:
+                self._zeroing(*([] if set_to_none is None else [set_to_none]))
             if set_to_none is None and self._can_set_to_none:
                 self.optimizer.zero_grad(set_to_none=True)
             else:
@@ -270,7 +272,7 @@ class PreparedScheduler(AcceleratedScheduler):
         if self._takes_metric:
             self._step_with_metric(*args, **kwargs)
             return
-        if not self.step_with_optimizer or self.gradient_state.sync_gradients:
+        if self._stepping.announced and (not self.step_with_optimizer or self.gradient_state.sync_gradients):
             self._stepping(args, kwargs)
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -293,7 +295,8 @@ class PreparedScheduler(AcceleratedScheduler):
         if self.step_with_optimizer and self._accumulating() and not self.gradient_state.sync_gradients:
             return
         metric = float(self._run.backend.to_host(metrics) if isinstance(metrics, torch.Tensor) else metrics)
-        self._stepping((None, *args), kwargs)
+        if self._stepping.announced:
+            self._stepping((None, *args), kwargs)
         self.scheduler.step(self._agreed(metric), *args, **kwargs)
 
     def _agreed(self, metric: float | None) -> float:

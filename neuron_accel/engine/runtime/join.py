@@ -7,7 +7,8 @@ they start it. A rank without data receives the announcements and performs the s
 sums and takes the same optimizer steps, so that its weights stay equal to those of the others. This is like torch's
 ``Join``, in which a joined rank is not updated but overwritten at the end.
 
-Nothing is announced, and nothing sent, outside :meth:`Join.uneven`.
+Outside :meth:`Join.uneven` nothing is announced or sent, and a step calls no function of this file: who takes an action
+looks at its attribute ``announced`` first.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Ranks(Protocol):
     def group(self, *axes: str) -> Group: ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class JoinAction:
-    """A collective action of a step. Call it with the arguments of ``perform`` to announce it.
+    """A collective action of a step. Where it is ``announced``, call it with the arguments of ``perform`` before it.
 
     Args:
         join: the join that it belongs to.
@@ -50,6 +51,7 @@ class JoinAction:
         flush: completes pending reductions; called before other actions with ``flushes``.
         flushes: whether pending reductions are completed before it.
         compares: whether ranks with data must give it equal arguments.
+        announced: whether calls are announced to other ranks now.
     """
 
     join: Join
@@ -58,17 +60,13 @@ class JoinAction:
     flush: Callable[[], None] | None = None
     flushes: bool = False
     compares: bool = False
+    announced: bool = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
 
-    @property
-    def announced(self) -> bool:
-        """Whether calls are announced to other ranks now."""
-        return self.join.is_uneven
-
     def __call__(self, *arguments: Any) -> None:
-        if self.join.is_uneven:
+        if self.announced:
             self.join.announce(self, *arguments)
 
 
@@ -96,7 +94,7 @@ class Join:
 
     def register(self, name: str, perform: Callable[..., Any], **options: Any) -> JoinAction:
         """Creates an action; see :class:`JoinAction`. All ranks must register the same actions in the same order."""
-        action = JoinAction(self, name, perform, **options)
+        action = JoinAction(self, name, perform, **options, announced=self.is_uneven)
         self._actions.append(action)
         return action
 
@@ -139,15 +137,23 @@ class Join:
                 why="a rank that runs out of data follows its own replica only, and the others would wait for it",
                 fix="prepare loaders with even_batches=True, which is the default",
             )
-        self.is_uneven, self.has_parted, self.leader = True, False, 0
+        self.has_parted, self.leader = False, 0
+        self._announce_all(True)
         try:
             yield
-            self.is_uneven, self.is_through = False, True  # from here on this rank performs what others announce
+            self._announce_all(False)
+            self.is_through = True  # from here on this rank performs what others announce
             while (announced := self._exchange(None)) is not None:
                 index, arguments = announced
                 self._actions[index].perform(*arguments)
         finally:
-            self.is_uneven = self.is_through = False
+            self._announce_all(False)
+            self.is_through = False
+
+    def _announce_all(self, announced: bool) -> None:
+        self.is_uneven = announced
+        for action in self._actions:
+            action.announced = announced
 
     def position_of_leader(self, axes: Sequence[str]) -> int:
         """Returns the position, in the group along some of the gradient axes, of the rank with the leader's coordinates

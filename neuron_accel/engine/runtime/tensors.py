@@ -117,7 +117,8 @@ class BufferBroadcast:
         """Must be called after an optimizer step. Broadcasts the buffers, if a training forward may have changed
         them."""
         if self._is_stale and not self._run.join.is_through:
-            self._action()
+            if self._action.announced:
+                self._action()
             self._send()
 
     def close(self) -> None:
@@ -130,8 +131,8 @@ class BufferBroadcast:
         if [*buffers] != self._names:  # a module has got one, or lost one
             self._names, self._by_axes = [*buffers], buffers_by_axes(self._model, self._run)
         for axes, names in self._by_axes.items():
-            group, source = self._run.group(*axes), self._run.join.position_of_leader(axes)
-            broadcast_tensors([buffers[name] for name in names], self._run, group, source)
+            source = self._run.join.position_of_leader(axes) if self._run.join.leader else 0
+            broadcast_tensors([buffers[name] for name in names], self._run, self._run.group(*axes), source)
 
 
 def buffers_by_axes(model: PreparedModel, run: Run) -> dict[tuple[str, ...], list[str]]:

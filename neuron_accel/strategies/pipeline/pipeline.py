@@ -204,9 +204,10 @@ class Pipeline:
         """Calls :meth:`_agree` for all replicas, which would otherwise wait for a failed one in gradient reduction.
         Collective. With uneven inputs replicas may accumulate different numbers of batches; each then agrees by itself
         on batches that reduce nothing."""
-        if self._action.announced and not self._record.synchronises:
-            return self._agree(failure, self._group, loss, kind)
-        self._action()
+        if self._action.announced:
+            if not self._record.synchronises:
+                return self._agree(failure, self._group, loss, kind)
+            self._action()
         return self._agree(failure, self._everyone, loss, kind)
 
     def _without_data(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -201,3 +203,47 @@ def tensor_parallel_alone_on_rank():
 
 def test_ranks_without_data_of_their_own_have_nothing_to_join():
     assert run_ranks(tensor_parallel_alone_on_rank, 2) == [True, True]
+
+
+def _functions_of_join(plugins):
+    """The functions of both files join.py that a step enters before, in and after uneven inputs."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    net = model()
+    net.register_buffer("seen", torch.zeros(()))  # broadcast after a step
+    optimizer = adamw(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4)
+    net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    (batch, *_), entered = shares(2)[0], set()
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.endswith(("runtime/join.py", "loop/join.py")):
+            entered.add(frame.f_code.co_name)
+
+    def step():
+        entered.clear()
+        sys.setprofile(watch)
+        try:
+            with accelerator.accumulate(net):
+                accelerator.backward(forward(net, batch).loss, num_items=3)
+                accelerator.clip_grad_norm_(net.parameters(), MAX_NORM)
+                accelerator.clip_grad_value_(net.parameters(), CLIP_VALUE)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        finally:
+            sys.setprofile(None)
+        return sorted(entered)
+
+    plain = step()
+    with accelerator.join_uneven_inputs([net], even_batches=False):
+        uneven = step()
+    return plain, uneven, step()
+
+
+@pytest.mark.parametrize("plugins", [[], ["zero1"], ["fully_sharded"]], ids=["dp", "zero1", "fully-sharded"])
+def test_outside_of_uneven_inputs_a_step_enters_no_function_of_join(plugins):
+    for plain, uneven, after in run_ranks(_functions_of_join, 2, plugins):
+        assert {"__call__", "announce"} <= set(uneven)
+        assert plain == after == []

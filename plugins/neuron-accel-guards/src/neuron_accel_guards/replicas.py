@@ -59,7 +59,8 @@ class ReplicaCheck(StrategyPlugin):
 
         def look(module: nn.Module, _: Any) -> None:
             if state["due"] > state["checked"].get(id(model), -1) and module.training:
-                comparing()
+                if comparing.announced:
+                    comparing()
                 compare()
 
         state.setdefault("due", 0), state.setdefault("steps", 0), state.setdefault("checked", {})
