@@ -57,6 +57,8 @@ BESIDE = {
     "neuron-accel-report": ["neuron-accel-emulation"],
 }
 """Further packages with which the tests of one combine it."""
+TESTING = "neuron-accel-testing"
+"""With which packages are tested."""
 
 PYTEST = ["python", "-m", "pytest", "-c", "pyproject.toml", "-p", "tests.tiers", "-p", "tests.summary", "-rfEX"]
 PARALLEL = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
@@ -131,7 +133,7 @@ def xla(session: nox.Session) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def plugins(session: nox.Session, package: str) -> None:
     """A strategy shipped as a package of its own, in an environment without those that it does not name."""
-    beside = [f"./plugins/{other}" for other in BESIDE.get(package, [])]
+    beside = [f"./plugins/{other}" for other in sorted({*BESIDE.get(package, []), TESTING} - {package})]
     install(
         session,
         NATIVE_TORCH,

@@ -29,7 +29,7 @@ TRANSPORTS = "neuron_accel.transports"
 whose import registers it. Its reduce-scatters sum in the order of the ranks, bfloat16 and float16 in float32."""
 
 TEST_DEVICES = "neuron_accel.test_devices"
-"""Group of entry points of kinds of ranks for tests (``testing/devices.py``); the name is a ``backend`` of
+"""Group of entry points of kinds of ranks for tests (``neuron_accel.testing.devices``); the name is a ``backend`` of
 ``run_ranks``."""
 
 GRAPH_CHECKS = "neuron_accel.graph_checks"
@@ -67,6 +67,7 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         COMMANDS: ("bundle", "report", "trace"),
         NAMES: ("RunReportPlugin",),
     },
+    "neuron-accel-testing": {},
 }
 """What each package of this project's repository adds."""
 

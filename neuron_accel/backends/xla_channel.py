@@ -309,6 +309,12 @@ MEETING: ContextVar[Meeting | None] = ContextVar("neuron_accel.meeting", default
 """The :class:`Meeting` of the current thread, set by the code that starts a thread for each rank."""
 
 
+def one_at_a_time() -> AbstractContextManager[Any]:
+    """Returns a context that one rank at a time enters if ranks are threads of one process; else it does nothing."""
+    meeting = MEETING.get()
+    return meeting.one_at_a_time if meeting else nullcontext()
+
+
 def run_in_threads(rank: Callable[[int], None], meeting: Meeting) -> None:
     """Calls ``rank(index)`` in one thread per device of this process and returns when all have returned."""
     import torch

@@ -24,8 +24,8 @@ from torch import nn
 from neuron_accel import NeuronAccelerator
 from neuron_accel.backends.base import Backend
 from neuron_accel.backends.group import Group
+from neuron_accel.parity import Training, compare, train_alone, train_on_rank
 from neuron_accel.terminal import show
-from neuron_accel.testing.parity import Training, compare, train_alone, train_on_rank
 
 STEPS = 3
 LENGTH, VOCABULARY = 8, 32

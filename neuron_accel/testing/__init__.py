@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public helpers for testing strategies, and models with strategies.
+"""Public helpers for testing strategies, and models with strategies, in the package neuron-accel-testing.
 
 - :func:`run_ranks` calls a function on several ranks of this machine: with gloo, with torch_xla on the CPU, or on what
   other packages add (:mod:`~neuron_accel.testing.devices`).
@@ -14,62 +14,57 @@ needs pytest.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from neuron_accel.doors import how_to_install
 
 if TYPE_CHECKING:
     from neuron_accel_emulation import EmulatedInstance as EmulatedInstance
     from neuron_accel_emulation import check_graphs as check_graphs
     from neuron_accel_emulation import emulated_instance as emulated_instance
+    from neuron_accel_testing.conformance import PluginConformance as PluginConformance
+    from neuron_accel_testing.parity import Tolerance as Tolerance
+    from neuron_accel_testing.parity import Trace as Trace
+    from neuron_accel_testing.parity import Training as Training
+    from neuron_accel_testing.parity import assert_parallel_equivalence as assert_parallel_equivalence
+    from neuron_accel_testing.parity import compare as compare
+    from neuron_accel_testing.parity import train_alone as train_alone
+    from neuron_accel_testing.parity import train_on_rank as train_on_rank
+    from neuron_accel_testing.rank_errors import RankExit as RankExit
+    from neuron_accel_testing.rank_errors import RanksError as RanksError
+    from neuron_accel_testing.rank_errors import RankTimeout as RankTimeout
+    from neuron_accel_testing.ranks import run_ranks as run_ranks
+    from neuron_accel_testing.resources import PeakMemory as PeakMemory
+    from neuron_accel_testing.resources import bytes_sent as bytes_sent
+    from neuron_accel_testing.xla_ranks import one_at_a_time as one_at_a_time
 
-    from neuron_accel.testing.conformance import PluginConformance as PluginConformance
-    from neuron_accel.testing.parity import Tolerance as Tolerance
-    from neuron_accel.testing.parity import Trace as Trace
-    from neuron_accel.testing.parity import Training as Training
-    from neuron_accel.testing.parity import assert_parallel_equivalence as assert_parallel_equivalence
-    from neuron_accel.testing.parity import compare as compare
-    from neuron_accel.testing.parity import train_alone as train_alone
-    from neuron_accel.testing.parity import train_on_rank as train_on_rank
-    from neuron_accel.testing.rank_errors import RankExit as RankExit
-    from neuron_accel.testing.rank_errors import RanksError as RanksError
-    from neuron_accel.testing.rank_errors import RankTimeout as RankTimeout
-    from neuron_accel.testing.ranks import run_ranks as run_ranks
-    from neuron_accel.testing.resources import PeakMemory as PeakMemory
-    from neuron_accel.testing.resources import bytes_sent as bytes_sent
-    from neuron_accel.testing.xla_ranks import one_at_a_time as one_at_a_time
 
-_WHERE = {
-    "PeakMemory": "resources",
-    "PluginConformance": "conformance",
-    "RankExit": "rank_errors",
-    "RankTimeout": "rank_errors",
-    "RanksError": "rank_errors",
-    "Tolerance": "parity",
-    "Trace": "parity",
-    "Training": "parity",
-    "assert_parallel_equivalence": "parity",
-    "bytes_sent": "resources",
-    "compare": "parity",
-    "one_at_a_time": "xla_ranks",
-    "run_ranks": "ranks",
-    "train_alone": "parity",
-    "train_on_rank": "parity",
-}
+def _folders() -> list[str]:
+    """Where the modules are that can be imported from here: in a clone beside this package, else where the package is
+    installed.
 
-_MOVED = ("EmulatedInstance", "check_graphs", "emulated_instance", "native_ranks")
-"""Names of the package neuron-accel-emulation."""
+    Raises:
+        ImportError: if it is not.
+    """
+    beside = Path(__file__).parents[2] / "plugins/neuron-accel-testing/src/neuron_accel_testing"
+    if beside.is_dir():
+        return [str(beside)]
+    found = importlib.util.find_spec("neuron_accel_testing")
+    if found is None:
+        raise ImportError(f"{__name__} is in a package of its own: {how_to_install('neuron-accel-testing')}")
+    return list(found.submodule_search_locations or ())
 
-__all__ = list(_WHERE)
+
+__path__ += _folders()
+_names = importlib.import_module(f"{__name__}._names")
+__all__ = list(_names.__all__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
-    if name in _MOVED:
-        from neuron_accel.doors import moved
-
-        return moved(name, __name__, "neuron-accel-emulation")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_names, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+    return sorted({*globals(), *__all__})

@@ -67,21 +67,10 @@ MAY_IMPORT = {
         "storage",
         "doors",
         "errors",
-        "testing",
+        "parity",
     },
-    "testing": {
-        "",
-        "testing",
-        "accelerator",
-        "loop",
-        "strategies",
-        "checkpoint",
-        "engine",
-        "backends",
-        "doors",
-        "errors",
-        "contract",
-    },
+    "parity": {"", "backends", "errors"},
+    "testing": {"doors"},
 }
 PUBLIC = re.compile(
     r"neuron_accel\.[A-Za-z_0-9]*[A-Z]\w*|neuron_accel\.(__version__|register_\w+|\w*lazy\w*|materialize)"
@@ -254,7 +243,6 @@ NAMES_THEM = {
     "models": "plans of families give each axis its name",
     "cli": "options that size an axis, and those that make plugins",
     "trainer": "transformers' arguments become plugins",
-    "testing": "the compositions of the kit",
     "standalone": "ZeRO-1 without an accelerator",
     "__init__": "the public names",
 }

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from neuron_accel.testing._call import pickle_call as pickle_call
-    from neuron_accel.testing._device_group import DeviceGroup as DeviceGroup
-    from neuron_accel.testing._device_group import Work as Work
-    from neuron_accel.testing._device_group import bits as bits
-    from neuron_accel.testing._device_group import nothing as nothing
-    from neuron_accel.testing._rank import STACK_SIGNAL as STACK_SIGNAL
-    from neuron_accel.testing._rank import pickle_error as pickle_error
-    from neuron_accel.testing._xla_process import XlaTask as XlaTask
-    from neuron_accel.testing._xla_process import enter_task as enter_task
-    from neuron_accel.testing._xla_process import import_script as import_script
-    from neuron_accel.testing._xla_server import serve as serve
-    from neuron_accel.testing.xla_ranks import run_forked as run_forked
+    from ._call import pickle_call as pickle_call
+    from ._device_group import DeviceGroup as DeviceGroup
+    from ._device_group import Work as Work
+    from ._device_group import bits as bits
+    from ._device_group import nothing as nothing
+    from ._rank import STACK_SIGNAL as STACK_SIGNAL
+    from ._rank import pickle_error as pickle_error
+    from ._xla_process import XlaTask as XlaTask
+    from ._xla_process import enter_task as enter_task
+    from ._xla_process import import_script as import_script
+    from ._xla_server import serve as serve
+    from .xla_ranks import run_forked as run_forked
 
 _WHERE = {
     "DeviceGroup": "_device_group",

@@ -135,7 +135,7 @@ def _die_with_caller(folder: str) -> None:
 def _run(task: RankTask) -> bytes:
     function, args, kwargs = pickle.loads(task.call)
     if task.backend == "cuda":
-        from neuron_accel.testing import cuda_ranks
+        from . import cuda_ranks
 
         return cuda_ranks.dumps(function(*args, **kwargs))
     return pickle.dumps(function(*args, **kwargs))
@@ -151,7 +151,7 @@ def _connect(task: RankTask) -> None:
     if task.device is not None:
         task.device.enter(Path(task.folder))
     if task.backend == "cuda":
-        from neuron_accel.testing import cuda_ranks
+        from . import cuda_ranks
 
         store = dist.FileStore(os.path.join(task.folder, "store"), task.size)
         cuda_ranks.connect(task.rank, task.size, store, timedelta(seconds=task.timeout + 60))

@@ -18,8 +18,9 @@ from neuron_accel.engine.plan.config import load_config, to_config
 from neuron_accel.engine.plan.plugin import StrategyPlugin, check_contract
 from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.errors import NeuronAccelError, PluginError
-from neuron_accel.testing._cases import fingerprint
-from neuron_accel.testing.ranks import run_ranks
+
+from ._cases import fingerprint
+from .ranks import run_ranks
 
 
 def discovery_problems(plugin: StrategyPlugin) -> list[str]:

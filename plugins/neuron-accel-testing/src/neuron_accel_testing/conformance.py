@@ -25,11 +25,12 @@ from torch import nn
 from neuron_accel.backends.select import Machine
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.errors import CommunicationError, PlanError, UnsupportedModelError
-from neuron_accel.testing import _cases, _form, _obligations, _opting_out
-from neuron_accel.testing._compositions import COMPOSITIONS, Composition, data_parallel_size
-from neuron_accel.testing.parity import Batch, Tolerance, Trace, Training, compare, train_on_rank
-from neuron_accel.testing.rank_errors import RanksError
-from neuron_accel.testing.ranks import run_ranks
+
+from . import _cases, _form, _obligations, _opting_out
+from ._compositions import COMPOSITIONS, Composition, data_parallel_size
+from .parity import Batch, Tolerance, Trace, Training, compare, train_on_rank
+from .rank_errors import RanksError
+from .ranks import run_ranks
 
 SECONDS = {"gloo": 60.0, "native": 90.0, "native-p2p": 90.0, "cuda": 90.0, "xla": 110.0}
 Folders: TypeAlias = pytest.TempPathFactory
@@ -227,7 +228,7 @@ class PluginConformance:
 
     def test_leaves_nothing_behind(self, plugin: StrategyPlugin) -> None:
         """A run leaves no hooks, attributes, groups, threads, environment variables or patches behind."""
-        from neuron_accel.testing._leftovers import leftovers
+        from ._leftovers import leftovers
 
         if self._refuses(plugin, self.backends[0]):
             return

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from neuron_accel.backends.xla_channel import Meeting, run_in_threads
-from neuron_accel.testing._rank import STACK_SIGNAL, pickle_error
+
+from ._rank import STACK_SIGNAL, pickle_error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,11 @@ from typing import Any
 
 from neuron_accel.doors import TEST_DEVICES, entry_points, how_to_install, offered_by
 from neuron_accel.errors import UsageError
-from neuron_accel.testing import _rank
-from neuron_accel.testing._call import free_port, pickle_call
-from neuron_accel.testing.devices import RankDevice, RankMachine
-from neuron_accel.testing.rank_errors import RankExit, RanksError, RankTimeout
+
+from . import _rank
+from ._call import free_port, pickle_call
+from .devices import RankDevice, RankMachine
+from .rank_errors import RankExit, RanksError, RankTimeout
 
 _logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def run_ranks(
     details = {"ranks": n, "backend": backend, "arguments": (args, kwargs)}
     _logger.debug("%s on %d ranks (%s)", getattr(fn, "__qualname__", fn), n, backend, extra=details)
     if backend == "xla":
-        from neuron_accel.testing.xla_ranks import run_xla_ranks
+        from .xla_ranks import run_xla_ranks
 
         return run_xla_ranks(call, n, timeout=timeout, grace=grace, env=env or {}, main=main)
     device = None if backend in ("gloo", "cuda", None) else _find(backend)
@@ -268,7 +269,7 @@ def _find(backend: str) -> RankDevice | RankMachine:
 
 
 def _check_cuda() -> None:
-    from neuron_accel.testing import cuda_ranks
+    from . import cuda_ranks
 
     lacks = cuda_ranks.missing()
     if lacks is not None:

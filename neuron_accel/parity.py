@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares training with plugins on several ranks to training in one process.
+"""Compares training with plugins on several ranks to training in one process, for ``neuron-accel test`` and for tests.
 
 The reference is a plain PyTorch loop in one process, without this library. The same model, built with the same seed, is
 trained on several ranks through ``NeuronAccelerator`` on the same global batches, and losses, gradient norms, gradients
@@ -8,9 +8,7 @@ and weights are compared.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +17,9 @@ import torch
 import torch.utils.data
 from torch import nn
 
-from neuron_accel.engine.plan.config import load_config
-from neuron_accel.engine.plan.mesh import AxisSpec
-from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.errors import UsageError
-from neuron_accel.testing.ranks import run_ranks
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("neuron_accel.testing.parity")
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -140,7 +134,7 @@ def train_on_rank(
         the results on rank 0, None on the others.
     """
     from neuron_accel import NeuronAccelerator
-    from neuron_accel.testing.xla_ranks import one_at_a_time
+    from neuron_accel.backends.xla_channel import one_at_a_time
 
     accelerator = NeuronAccelerator(
         config={**config, "gradient_accumulation_steps": training.accumulation}, plugins=plugins
@@ -258,76 +252,3 @@ def _compare_tensors(
             if not error <= limit * scale:
                 wrong.append(f"{what}[{name}] is off by {error:.3g}, {error / scale:.3g} of its largest entry")
     return wrong
-
-
-def assert_parallel_equivalence(
-    model_fn: Callable[[], nn.Module],
-    batches: Batch | Sequence[Batch],
-    plugins: Sequence[Any],
-    *,
-    ranks: int | None = None,
-    training: Training | None = None,
-    tolerance: Tolerance | None = None,
-    backend: str = "gloo",
-    reference: Callable[[nn.Module], nn.Module] | None = None,
-    timeout: float = 60,
-) -> None:
-    """Trains ``model_fn()`` in one process, and on ``ranks`` ranks with ``plugins``, and compares the results.
-
-    Args:
-        model_fn: importable function that builds the model. It is called after seeding, and must not seed itself.
-        batches: keyword arguments of the model's forward, one mapping of tensors per micro-batch (or a single mapping,
-            which is used for three steps). Their first dim is sharded over data-parallel ranks. The model has to return
-            the mean loss over samples, 0-dim, or an object or mapping with ``loss``.
-        plugins: plugin objects, or as in a configuration: names, or ``{name: options}``.
-        ranks: number of ranks; None: the product of the degrees of the axes of ``plugins``, at least 2.
-        training: options of the training; None: three or more steps with AdamW.
-        tolerance: tolerances; None: those of fp32 rounding.
-        backend: the kind of ranks, as in :func:`run_ranks`. On ``"xla"`` gradients are not compared, but their norms
-            and the weights are.
-        reference: importable function that turns the built model into the one that one process trains, for plugins that
-            change the function of the model or its trainable parameters (adapters), with the FQNs of the parallel run.
-        timeout: time limit of each of the two trainings, in seconds.
-
-    Raises:
-        AssertionError: with all differences.
-        RanksError: if a rank fails.
-    """
-    training = training or Training()
-    batches = [batches] * 3 * training.accumulation if isinstance(batches, Mapping) else list(batches)
-    objects, named = split_plugins(plugins)
-    expected = run_ranks(train_alone, 1, model_fn, batches, training, reference, timeout=timeout, backend=None)[0]
-    config: dict[str, Any] = {"plugins": named, "backend": "xla" if backend == "xla" else None}
-    trace = run_ranks(
-        train_on_rank,
-        ranks or smallest_world(plugins),
-        model_fn,
-        batches,
-        config,
-        training,
-        objects,
-        gradients=backend != "xla",
-        backend=backend,
-        timeout=timeout,
-    )[0]
-    if backend == "xla":
-        expected = dataclasses.replace(expected, gradients={})
-    compare(expected, trace, tolerance)
-
-
-def split_plugins(plugins: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Splits plugins into plugin objects, and names or mappings for a configuration."""
-    objects = [plugin for plugin in plugins if isinstance(plugin, StrategyPlugin)]
-    return objects, [plugin for plugin in plugins if not isinstance(plugin, StrategyPlugin)]
-
-
-def smallest_world(plugins: Sequence[Any]) -> int:
-    """The product of the degrees of the axes of ``plugins`` and their companions, at least 2."""
-    objects, named = split_plugins(plugins)
-    objects += load_config({"plugins": named}).plugins
-    return max(math.prod(axis.degree for plugin in objects for axis in axes_of(plugin)), 2)
-
-
-def axes_of(plugin: StrategyPlugin) -> list[AxisSpec]:
-    """The axes of a plugin and its companions."""
-    return [*plugin.axes(), *(axis for companion in plugin.companions() for axis in axes_of(companion))]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from neuron_accel.testing._device_group import DeviceGroup, Work, bits, nothing
+from ._device_group import DeviceGroup, Work, bits, nothing
 
 STAGED = "staged"
 """Name of the process group that copies tensors to host memory."""

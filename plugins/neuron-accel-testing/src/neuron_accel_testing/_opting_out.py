@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from neuron_accel.testing._obligations import PROMISES
+from ._obligations import PROMISES
 
 SHORTEST = 15
 """Smallest number of characters of a reason."""

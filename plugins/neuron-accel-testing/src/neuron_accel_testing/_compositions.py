@@ -12,7 +12,8 @@ from neuron_accel.doors import PLUGINS, entry_points
 from neuron_accel.engine.plan.mesh import AxisKind
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.engine.plan.registry import default_registry
-from neuron_accel.testing.parity import axes_of
+
+from .parity import axes_of
 
 MAX_RANKS = 8
 """Data parallelism is added to a composition only if it then has at most this many ranks."""

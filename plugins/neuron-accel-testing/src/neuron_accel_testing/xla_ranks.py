@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from neuron_accel.backends.select import Machine
-from neuron_accel.backends.xla_channel import MEETING
+from neuron_accel.backends.xla_channel import one_at_a_time as one_at_a_time
 from neuron_accel.errors import UsageError
-from neuron_accel.testing._rank import STACK_SIGNAL
-from neuron_accel.testing._xla_process import XlaTask
-from neuron_accel.testing.rank_errors import RankExit, RanksError, RankTimeout
+
+from ._rank import STACK_SIGNAL
+from ._xla_process import XlaTask
+from .rank_errors import RankExit, RanksError, RankTimeout
 
 # Every rank blocks threads in rendezvous; the default, the number of cores, is too small for four ranks on two cores.
 _THREADS = "64"
@@ -57,14 +58,6 @@ _UNSET = (
     "XLA_FLAGS",  # set in the process from which ranks are forked, with those that torch_xla adds
 )
 _START_S = 120.0  # the imports
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """A context manager that one rank at a time enters if ranks are threads of one process; else it does nothing."""
-    meeting = MEETING.get()
-    with meeting.one_at_a_time if meeting else contextlib.nullcontext():
-        yield
 
 
 def run_xla_ranks(

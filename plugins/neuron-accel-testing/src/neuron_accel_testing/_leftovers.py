@@ -16,7 +16,8 @@ from torch import nn
 
 from neuron_accel.engine.plan.plugin import StrategyPlugin
 from neuron_accel.loop.watchdog import THREAD_NAME
-from neuron_accel.testing._cases import Case, Trainee
+
+from ._cases import Case, Trainee
 
 _HOOKS = (
     "_forward_hooks",

@@ -22,7 +22,8 @@ from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
 from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.errors import UsageError
-from neuron_accel.testing.xla_ranks import one_at_a_time
+
+from .xla_ranks import one_at_a_time
 
 AXIS = "within"
 """The axis of the plugins below. Two ranks are along it."""

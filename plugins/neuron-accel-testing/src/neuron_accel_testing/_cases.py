@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.plan.plugin import StrategyPlugin
-from neuron_accel.testing.parity import Batch, Trace, Training, loader_of, loss_of, train_alone
-from neuron_accel.testing.xla_ranks import one_at_a_time
+
+from .parity import Batch, Trace, Training, loader_of, loss_of, train_alone
+from .xla_ranks import one_at_a_time
 
 
 @dataclass(frozen=True, kw_only=True)
