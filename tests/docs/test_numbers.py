@@ -17,8 +17,8 @@ FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "plugins/*/README.md")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
 MARK = re.compile(r"<!-- ([^:>]+): ([^>]+?) -->([^<]*)<!-- -->")
 RATIO = re.compile(r"\b\d+\.\d+ (?:to \d+\.\d+ )?times (?:as fast|DDP|FSDP|the rate|its rate|that of)")
-MEASURED_THERE = {"performance.md", "tensor_parallel.md", "goals.md", "changelog.md", "CHANGELOG.md"}
-"""Pages with tables of their own, the page of what was aimed at, and what was true of a release."""
+MEASURED_THERE = {"performance.md", "tensor_parallel.md", "changelog.md", "CHANGELOG.md"}
+"""Pages with tables of their own, and what was true of a release."""
 OTHERS = [page for page in PAGES if page.name not in MEASURED_THERE]
 
 
