@@ -65,7 +65,7 @@ def plan(folder: Path) -> list[str]:
     from tests.unit.cli.screen import capture
 
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    words = PLAN.replace("config.json", str(folder / "config.json")).split()
+    words = [str(folder / word) if word == "config.json" else word for word in PLAN.split()]
     return capture([*words, "--html", str(folder / "plan.html")], 80)[1]
 
 

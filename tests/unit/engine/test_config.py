@@ -9,7 +9,6 @@ import inspect
 import math
 import os
 import pickle
-import sys
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -627,8 +626,8 @@ def test_a_plugin_is_not_made_from_what_it_does_not_have(make, expected):
 
 
 def test_the_signature_of_a_plugin_is_that_of_its_options():
-    if sys.version_info >= (3, 11):  # Python 3.10 gives object's
-        assert list(inspect.signature(WithoutOptions).parameters) == []
+    of_object = ["args", "kwargs"]  # as Python gives it until 3.11.2
+    assert list(inspect.signature(WithoutOptions).parameters) in ([], of_object)
     assert "max_norm" in inspect.signature(Zero1Plugin).parameters
     plugin = Zero1Plugin(max_norm=1.0)
     assert plugin == copy.deepcopy(plugin) == pickle.loads(pickle.dumps(plugin))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -319,7 +320,7 @@ def test_batch_files_are_ready(script, tmp_path, capsys, cluster):
     path = tmp_path / "train.sbatch"
     options = ["--nproc-per-node", "32", "--nnodes", "2", "--instance", "trn1.32xlarge", "--max-restarts", "1"]
     assert main(["launch", *options, "--slurm", str(path), script, "--name", "it's $HOME; `x`"]) == 0
-    assert f"sbatch --parsable {tmp_path / 'train_compile.sbatch'}) &&" in capsys.readouterr().out
+    assert f"sbatch --parsable {shlex.quote(str(tmp_path / 'train_compile.sbatch'))}) &&" in capsys.readouterr().out
     compiling = tmp_path / "train_compile.sbatch"
     for file in (path, compiling):
         assert subprocess.run(["bash", "-n", str(file)]).returncode == 0

@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shlex
 import threading
 import time
 
@@ -190,7 +191,7 @@ def test_evicting_beside_jobs_that_read_and_write(tmp_path):
 
 
 def test_the_command_lists_and_prunes(cache, capsys, monkeypatch):
-    monkeypatch.setenv("NEURON_CC_FLAGS", f"--cache_dir={cache}")
+    monkeypatch.setenv("NEURON_CC_FLAGS", f"--cache_dir={shlex.quote(str(cache))}")
     make(cache, "old", compiler="2.23.6484", days=40)
     assert main(["cache", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()

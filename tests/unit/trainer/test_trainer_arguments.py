@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from neuron_accel.errors import ConfigurationError, NeuronAccelError, PlanError
@@ -55,7 +57,7 @@ def parsed(all_flags):
     parser, results = HfArgumentParser(NeuronSeq2SeqTrainingArguments), []
     for flags in all_flags:
         try:
-            (arguments,) = parser.parse_args_into_dataclasses(["--output_dir", "out", *flags.split()])
+            (arguments,) = parser.parse_args_into_dataclasses(["--output_dir", "out", *shlex.split(flags)])
             arguments.to_json_string()
             results.append(arguments.strategies())
         except NeuronAccelError as error:
@@ -69,7 +71,10 @@ def results(tmp_path_factory):
     (folder / "plan.yaml").write_text(YAML)
     (folder / "too_much.yaml").write_text(TOO_MUCH)
     every = [*GOOD, *BAD]
-    flags = [f.format(yaml=folder / "plan.yaml", too_much=folder / "too_much.yaml") for f in every]
+    files = {
+        name: shlex.quote(str(folder / f"{file}.yaml")) for name, file in (("yaml", "plan"), ("too_much", "too_much"))
+    }
+    flags = [f.format(**files) for f in every]
     ranks = run_ranks(parsed, 2, flags)
     return {name: [rank[i] for rank in ranks] for i, name in enumerate(every)}
 
