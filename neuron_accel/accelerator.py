@@ -18,6 +18,7 @@ from neuron_accel.backends.select import DryRun, Machine, connect, settle
 from neuron_accel.checkpoint.state.full_state import (
     Weights,
     full_gradients,
+    full_optimizer_state,
     full_state_dict,
     is_of_transformers,
     save_configuration,
@@ -1000,6 +1001,15 @@ class NeuronAccelerator(Accelerator):
             return super().get_state_dict(model, unwrap)
         self.run.shared_inputs.compare()
         return full_state_dict(record, self.run)
+
+    @collective
+    def get_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of a prepared optimizer in full, on the CPU of every process. Collective.
+
+        It has the form of ``optimizer.state_dict()``, with the names of the original parameters instead of numbers.
+        ``optimizer.load_state_dict`` loads it on any number of processes, and so does torch's own in one.
+        """
+        return full_optimizer_state(getattr(optimizer, "optimizer", optimizer), self.run)
 
     @contextmanager
     def full_weights(self, model: nn.Module) -> Iterator[None]:

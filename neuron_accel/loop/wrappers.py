@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from neuron_accel.engine.optim.state import each_optimizer
+from neuron_accel.engine.optim.state import HasStatePieces, each_optimizer
 from neuron_accel.errors import ParameterError, UsageError
 from neuron_accel.loop.lazy_step import LazyStep
 from neuron_accel.loop.methods import weakly
@@ -142,6 +143,29 @@ class PreparedOptimizer(AcceleratedOptimizer):
             if self.lazy is not None:
                 self.lazy.after_zero_grad()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state on this process. Where others have shards of it, it can be loaded again, but not be written to a
+        file: ``accelerator.get_optimizer_state_dict`` returns the full one."""
+        state = self.optimizer.state_dict()
+        return _ShardOfState(state) if self._is_sharded() else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned on this process, or a full state."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        is_full = self._is_sharded() and not isinstance(state_dict, _ShardOfState) and "pieces" not in state_dict
+        if is_full or any(isinstance(key, str) for key in keys):
+            from neuron_accel.checkpoint.state.full_state import load_full_optimizer_state
+
+            load_full_optimizer_state(self.optimizer, state_dict, self._run)
+        else:
+            super().load_state_dict(state_dict)
+
+    def _is_sharded(self) -> bool:
+        """Whether other processes have other parts of the state."""
+        run, axes = self._run, getattr(self.optimizer, "shard_axes", ())
+        records = (run.find_parameter(p) for group in self.param_groups for p in group["params"])
+        return run.group(*axes).size > 1 or any(record is not None and record.axes for record in records)
+
     def release(self) -> None:
         """Marks this optimizer as unusable, since another accelerator has prepared its models."""
         self.released, self._unheld = True, None
@@ -176,7 +200,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
     """Moves the state that an optimizer creates in its constructor (as Adagrad does) to the device of its parameters;
     0-dim tensors, such as step counters, stay on the host."""
-    for parameter, entries in (item for each in each_optimizer(optimizer) for item in each.state.items()):
+    updating = [each for each in each_optimizer(optimizer) if not isinstance(each, HasStatePieces)]
+    for parameter, entries in (item for each in updating for item in each.state.items()):
         for name, value in entries.items() if isinstance(entries, dict) else ():
             if isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
                 entries[name] = value.to(parameter.device)
@@ -194,6 +219,22 @@ class _State(dict[str, Any]):
             why="it averages gradients over all ranks, but they are already reduced, over the ranks that hold the same "
             "parameters",
             fix="call `optimizer.step()`",
+        )
+
+
+class _ShardOfState(dict[str, Any]):
+    """This process's part of an optimizer's state, which is not written to files: published loops write that of the
+    main process."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardOfState:
+        return _ShardOfState(copy.deepcopy(dict(self), memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "`optimizer.state_dict()` is the part of the state that this process keeps, and cannot be saved.",
+            why="the optimizer or its parameters are sharded, and a file with one part could not be continued from",
+            fix="save `accelerator.get_optimizer_state_dict(optimizer)`, which every process calls, and which "
+            "`optimizer.load_state_dict` takes, or use `accelerator.save_state`",
         )
 
 

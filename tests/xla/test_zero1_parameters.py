@@ -9,6 +9,7 @@ from torch import nn
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.xla_ranks import one_at_a_time
 from tests.distributed.strategies.test_freezing import batches, net
+from tests.distributed.strategies.test_optimizer_state import STRATEGIES, edited
 
 STEPS = 2
 
@@ -69,6 +70,14 @@ def test_an_optimizer_finds_names_and_what_it_keeps_by_parameter():
         for name, value in model.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
         assert {name for joined in names for name in joined.split(", ")} == every
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_edits_of_state_by_parameter_have_the_effect_of_one_process(strategy):
+    expected = edited(None)
+    for found in run_ranks(edited, 2, STRATEGIES[strategy], "xla", backend="xla", timeout=110):
+        for edit, of_edit in found.items():  # fully sharded weights are given to the main process
+            torch.testing.assert_close(of_edit, {n: expected[edit][n] for n in of_edit}, rtol=1e-4, atol=1e-5)
 
 
 class WithComplex(nn.Module):

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,6 +21,7 @@ from neuron_accel.storage import is_url
 if TYPE_CHECKING:
     from neuron_accel.backends.group import Group
     from neuron_accel.engine.runtime.run import PreparedModel, Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
 # ---- Unsharded state dicts and gradients -----------------------------------------------------------------------------
@@ -124,6 +127,110 @@ def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
         if form is not None:
             result[record.fqn] = run.backend.to_host(_from_stage(gradient, form, run, stages, holder))
     return result
+
+
+def full_optimizer_state(optimizer: Any, run: Run) -> dict[str, Any]:
+    """Returns the state of an optimizer in full, by the names of the original parameters, with the options of its
+    groups, on the CPU of every rank. Collective.
+
+    Args:
+        optimizer: the optimizer below Accelerate's wrapper.
+        run: the run.
+    """
+    from neuron_accel.checkpoint.state.snapshot import pieces_of
+
+    run.backend.step_boundary()
+    known = {}
+    for piece in pieces_of(optimizer, run):
+        host = {
+            k: run.backend.to_host(v.detach()) if torch.is_tensor(v) else v
+            for k, v in piece.read_state(optimizer).items()
+        }
+        known[_place(piece.record, run)] = [(piece.start, piece.stop, host)]
+    group = run.group(*getattr(optimizer, "shard_axes", ()))
+    parts: dict[Any, list[Any]] = {}
+    for of_rank in run.backend.all_gather_object(known, group):
+        for place, part in of_rank.items():
+            parts.setdefault(place, []).extend(part)
+    state, groups = {}, []
+    for options in optimizer.param_groups:
+        records = [record for p in options["params"] if (record := run.find_parameter(p)) is not None]
+        for record in records:
+            state[record.fqn] = _full_entries(
+                record, sorted(parts.get(_place(record, run), ()), key=itemgetter(0)), run
+            )
+        plain = {name: value for name, value in options.items() if name not in ("params", "param_names")}
+        groups.append({**plain, "params": [record.fqn for record in records]})
+    for others, of_stage in run.backend.all_gather_object((groups, state), stage_group(run)):
+        state = {**of_stage, **state}
+        for mine, other in zip(groups, others, strict=True):
+            mine["params"] += [name for name in other["params"] if name not in mine["params"]]
+    return {"state": {name: entries for name, entries in state.items() if entries}, "param_groups": groups}
+
+
+def _place(record: ParameterRecord, run: Run) -> tuple[Any, ...]:
+    return record.fqn, *(run.coordinates[axis] for axis in record.layout.axes)
+
+
+def _full_entries(record: ParameterRecord, parts: list[tuple[int, int, dict[str, Any]]], run: Run) -> dict[str, Any]:
+    """Joins the entries of the ranges of one parameter, and gathers them over the axes over which it is sharded."""
+    layout, result = record.layout, {}
+    ranges = list({start: (stop - start, entries) for start, stop, entries in parts if stop > start}.values())
+    for name, value in ranges[0][1].items() if ranges else ():
+        if torch.is_tensor(value) and value.dim():
+            local, flat = value, [entries[name].reshape(-1)[:length] for length, entries in ranges]
+            if value.dim() == 1 and sum(map(len, flat)) == math.prod(layout.local_shape):  # 1-dim shards
+                local = torch.cat(flat).view(layout.local_shape)
+            if tuple(local.shape) == layout.local_shape and layout.axes:
+                local = full_tensor(local if run.backend.is_lazy else local.to(run.device), layout, run).cpu()
+            value = local
+        result[name] = value.clone() if torch.is_tensor(value) else value
+    return result
+
+
+def load_full_optimizer_state(optimizer: Any, state: dict[str, Any], run: Run) -> None:
+    """Loads the result of :func:`full_optimizer_state`, or the ``state_dict`` of the optimizer in one process.
+
+    Raises:
+        UsageError: if it has other groups or parameters.
+    """
+    from neuron_accel.checkpoint.state.snapshot import pieces_of
+
+    groups, saved = optimizer.param_groups, state["param_groups"]
+    names = [[record.fqn for p in g["params"] if (record := run.find_parameter(p)) is not None] for g in groups]
+    given = [list(group["params"]) for group in saved]
+    by_name = all(isinstance(key, str) for keys in given for key in keys)
+    if len(saved) != len(groups) or any(
+        not set(mine) <= set(keys) if by_name else len(mine) != len(keys)
+        for mine, keys in zip(names, given, strict=False)
+    ):
+        raise UsageError(
+            f"The state of {sum(map(len, given))} parameters in {len(saved)} groups is not that of this "
+            f"{type(optimizer).__name__}, of {sum(map(len, names))} in {len(groups)}.",
+            where="optimizer.load_state_dict",
+            fix="load the state of an optimizer with the same groups, from `accelerator.get_optimizer_state_dict`",
+        )
+    key_of = {
+        mine: mine if by_name else key
+        for pair in zip(names, given, strict=True)
+        for mine, key in zip(*pair, strict=not by_name)
+    }
+    for piece in pieces_of(optimizer, run):
+        entries = state["state"].get(key_of[piece.record.fqn])
+        piece.drop_state(optimizer)
+        new = piece.new_state(optimizer) if entries else {}
+        options, layout = groups[piece.group], piece.record.layout
+        for name, value in (entries or {}).items():
+            if torch.is_tensor(value):
+                if tuple(value.shape) == layout.shape and value.dim() and not piece.whole:
+                    value = layout.shard(value, run.coordinates)
+                on_host = name == "step" and not (options.get("capturable") or options.get("fused"))
+                value = piece.fit(value).to(
+                    "cpu" if on_host else piece.parameter.device, copy=True
+                )  # as torch places it
+            new[name] = value
+    for mine, theirs in zip(groups, saved, strict=True):
+        mine.update({name: value for name, value in theirs.items() if name not in ("params", "param_names")})
 
 
 def stage_group(run: Run) -> Group:

@@ -8,7 +8,7 @@ therefore gather it and update it in full, and each then keeps its own shard.
 
 from __future__ import annotations
 
-from collections import ChainMap, defaultdict
+from collections import ChainMap
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure
 from neuron_accel.engine.optim.norms import GradientPart, global_norm
 from neuron_accel.engine.optim.own_methods import OwnMethods
-from neuron_accel.engine.optim.state import StatePiece, copy_options, state_of
+from neuron_accel.engine.optim.state import StateByParameter, StatePiece, check_groups, share_options, state_of
 from neuron_accel.engine.optim.twin import StandIn, recipe_of, translate, twin
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.engine.runtime.tensors import full_tensor
@@ -90,6 +90,7 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
         if recipe_of(optimizer) is not None:  # its constructor needs the parameters that it will update
             self._gather()
         self.inner = twin(optimizer, [self._inner_group(group) for group in optimizer.param_groups])
+        share_options(optimizer, self.inner)
         self._translate()
         self._release()
         known = state_of(optimizer)
@@ -152,13 +153,15 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
         return self.optimizer.defaults
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+    def state(self) -> Any:  # type: ignore[override]
         """The state of the full parameter, by shard."""
-        shards = [shard for group in self.param_groups for shard in group["params"]]
-        state: dict[torch.Tensor, Any] = defaultdict(dict)
-        known = state_of(self.inner)
-        state.update({p: known[self._full_of(p)] for p in shards if self._full_of(p) in known})
-        return state
+        return StateByParameter(
+            self, lambda shard: next((p for p in self.state_pieces() if p.parameter is shard), None)
+        )
+
+    @state.setter
+    def state(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        self.state.replace(state)
 
     def _learn(self, shards: Sequence[nn.Parameter]) -> None:
         """Adds the layouts of further shards."""
@@ -176,6 +179,7 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
         self._learn(self.optimizer.param_groups[-1]["params"])
         self.inner.add_param_group(self._inner_group(self.optimizer.param_groups[-1]))
+        share_options(self.optimizer, self.inner)
 
     def extend_group(self, index: int, shards: Sequence[nn.Parameter]) -> None:
         """Adds further shards to a group."""
@@ -224,13 +228,12 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
             self._gather()
             return loss
 
+        check_groups(self.optimizer, self.inner)
         self._gather()
-        copy_options(self.optimizer, self.inner)
         if closure is not None and inside:
             loss = self.inner.step(evaluate, **options)
         else:
             self.inner.step(**options)
-        copy_options(self.inner, self.optimizer)
         self._scatter()
         self._release()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler checks this attribute
@@ -243,10 +246,8 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
         parts = [GradientPart(p.grad, ()) for p in copies if p.grad is not None]
         self._run.shared_inputs.add_gradients(global_norm(parts, self._run) if parts else None)  # as after a step
         self._gather()
-        copy_options(self.optimizer, self.inner)
         with torch.enable_grad():
             result = getattr(self.inner, name)(*arguments, **options)
-        copy_options(self.inner, self.optimizer)
         self._scatter()
         self._release()
         return result
@@ -279,7 +280,6 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the full parameters, which is equal on all ranks along the axes over which they are
         sharded, with the current options."""
-        copy_options(self.optimizer, self.inner)
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -289,7 +289,7 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
             state_dict: what :meth:`state_dict` returned.
         """
         self.inner.load_state_dict(state_dict)
-        copy_options(self.inner, self.optimizer)
+        share_options(self.optimizer, self.inner)
 
     def __repr__(self) -> str:
         return f"FullParameterOptimizer({self.optimizer!r})"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.engine.optim.state import each_optimizer
+from neuron_accel.engine.optim.state import HasStatePieces, each_optimizer
 
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Backend
@@ -142,7 +142,8 @@ def _rate(value: Any, as_tensor: bool, backend: Backend) -> Any:
 def _move_counters(optimizer: torch.optim.Optimizer, backend: Backend) -> None:
     """Moves step counters that are on the host to the device. With ``Tensor.to``, equal numbers would share one tensor
     that is not updated in place, and the first step after loading would be a graph of its own."""
-    counting = [each for each in each_optimizer(optimizer) if any(g.get("capturable") for g in each.param_groups)]
+    updating = [each for each in each_optimizer(optimizer) if not isinstance(each, HasStatePieces)]
+    counting = [each for each in updating if any(group.get("capturable") for group in each.param_groups)]
     for state in (state for each in counting for state in each.state.values()):
         for name in ("step", "eta", "mu"):  # the last two are ASGD's
             number = state.get(name)

@@ -73,7 +73,7 @@ def global_norm(parts: Iterable[GradientPart], run: Run, norm_type: float = 2.0)
             tensors.append(part.tensor)
     infinite = norm_type == float("inf")
     # Known on ranks that hold no elements, too.
-    wide = any(record.layout.dtype == "float64" for model in run.models for record in model.parameters)
+    wide = "float64" in {record.layout.dtype for model in run.models for record in model.parameters}
     totals, dtype = [], torch.float64 if wide else torch.float32
     for axes in sorted(by_axes):
         total = _local(by_axes[axes], run, norm_type, dtype)

@@ -4,7 +4,8 @@ Lookahead do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -84,14 +85,82 @@ def matching_group(group: Mapping[str, Any], groups: Sequence[dict[str, Any]], o
     )
 
 
-def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Copies the hyper-parameters of the groups of ``source`` to those of ``target``, except options that contain
-    parameters. So for the optimizers that both hold."""
-    held = held_optimizers(target)
-    pairs = [(source, target), *((theirs, held[path]) for path, theirs in held_optimizers(source).items())]
-    groups = [pair for theirs, mine in pairs for pair in zip(theirs.param_groups, mine.param_groups, strict=True)]
-    for theirs, mine in {id(mine): (theirs, mine) for theirs, mine in groups}.values():
-        mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names") and not names_parameters(v)})
+class SharedGroup(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc,metaclass]  # some ask for a dict
+    """A parameter group of a twin: its options are those of the user's group, its parameters its own.
+
+    The memory of the base class stays empty. A dict whose iterator is overridden is unpacked by its methods.
+
+    Args:
+        owner: the user's optimizer, which may get other groups (``load_state_dict``).
+        index: position of the user's group.
+        own: the parameters, their names, and options that contain parameters.
+    """
+
+    def __init__(self, owner: Any, index: int, own: dict[str, Any]) -> None:
+        self.owner, self.index, self.own = owner, index, own
+
+    def _place(self, name: str) -> dict[str, Any]:
+        return self.own if name in self.own else self.owner.param_groups[self.index]
+
+    def __getitem__(self, name: str) -> Any:
+        own = self.own
+        return own[name] if name in own else self.owner.param_groups[self.index][name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._place(name)[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._place(name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self.owner.param_groups[self.index], *self.own]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def __or__(self, other: Any) -> dict[str, Any]:
+        return self.copy() | other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return SharedGroup, (self.owner, self.index, self.own)
+
+    def copy(self) -> dict[str, Any]:
+        """Returns a dict with all options and parameters."""
+        return {name: self[name] for name in self}
+
+
+def share_options(owner: Any, twin: Any) -> None:
+    """Gives ``owner`` the options that the groups of its ``twin`` have, and lets the twin's groups share them from now
+    on, but for those that contain parameters. So for the optimizers that both hold."""
+    held = held_optimizers(twin)
+    pairs = [(owner, twin), *((theirs, held[path]) for path, theirs in held_optimizers(owner).items())]
+    for theirs, mine in pairs:
+        if len(theirs.param_groups) != len(mine.param_groups):
+            raise _other_groups(owner)
+        for index, group in enumerate(mine.param_groups):
+            if not isinstance(group, SharedGroup):
+                own = {k: v for k, v in group.items() if k in ("params", "param_names") or names_parameters(v)}
+                theirs.param_groups[index].update({k: v for k, v in group.items() if k not in own})
+                mine.param_groups[index] = SharedGroup(theirs, index, own)
+
+
+def check_groups(owner: Any, twin: Any) -> None:
+    """Raises UsageError if ``owner`` has not as many groups as its ``twin``, which shares their options."""
+    if len(owner.param_groups) != len(twin.param_groups):
+        raise _other_groups(owner)
+
+
+def _other_groups(owner: Any) -> UsageError:
+    return UsageError(
+        f"{type(owner).__name__} has {len(owner.param_groups)} parameter groups, another number than when it was "
+        "prepared.",
+        where="optimizer.param_groups",
+        why="each group has shards or state, which belong to the groups of before",
+        fix="add groups by `add_param_group`, and set lr to 0 to leave one out",
+    )
 
 
 def names_parameters(value: Any) -> bool:
@@ -311,6 +380,30 @@ class StatePiece:
         store[key] = {}
         return store[key]
 
+    def fit(self, value: Any) -> Any:
+        """Returns the part of an entry that this rank keeps: a tensor in the shape of the parameter on this rank is
+        sharded, a shard and other values are returned unchanged.
+
+        Raises:
+            UsageError: if a tensor has neither shape.
+        """
+        layout, like = self.record.layout, self.parameter
+        expected = torch.Size(layout.shape) if self.whole else like.shape
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == expected:
+            return value
+        if tuple(value.shape) == layout.local_shape and not self.whole:
+            part = value.detach().reshape(-1)[self.start : self.stop].to(like.device, copy=True)
+            return nn.functional.pad(part, (0, like.numel() - part.numel())).view(like.shape)
+        if not layout.axes and (like.dim() > 1 or not self.axes):  # not sharded, by whatever shape of its own
+            return value
+        raise UsageError(
+            f"State of shape {tuple(value.shape)} does not belong to {self.record.fqn!r}.",
+            where="optimizer.state",
+            why=f"this rank keeps a shard of it, of shape {tuple(expected)}",
+            fix=f"assign a tensor of that shape, or of the parameter's, {layout.local_shape}; "
+            "`accelerator.get_optimizer_state_dict(optimizer)` returns the full state",
+        )
+
     def drop_state(self, optimizer: Any) -> None:
         """Removes the state, as before the first step."""
         store = state_of(optimizer) if self.store is None else self.store
@@ -379,6 +472,133 @@ class HasStatePieces(Protocol):
     def state_pieces(self) -> list[StatePiece]:
         """Returns this rank's state, one entry for each parameter."""
         ...
+
+
+class StateByParameter(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
+    """The state of an optimizer that updates other tensors than the model's parameters, by these parameters.
+
+    A tensor in it is what this rank keeps: the shard of the parameter, 1-dim, and empty if others keep all elements. It
+    can be read, edited in place, assigned, in full too, and removed.
+
+    Args:
+        optimizer: has the groups of the parameters.
+        piece_of: returns where the state of a parameter is, or None for one that the optimizer does not hold.
+    """
+
+    def __init__(self, optimizer: Any, piece_of: Callable[[torch.Tensor], StatePiece | None]) -> None:
+        self._optimizer, self._piece_of = optimizer, piece_of
+
+    def piece(self, parameter: Any) -> StatePiece:
+        """Returns where the state of a parameter is.
+
+        Raises:
+            ParameterError: if it is none of the optimizer's.
+        """
+        found = self._piece_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        if found is None:
+            shown = f"a tensor of shape {tuple(parameter.shape)}" if isinstance(parameter, torch.Tensor) else parameter
+            raise ParameterError(
+                f"The optimizer has no state for {shown!s}: it is none of its parameters.",
+                where="optimizer.state",
+                why="state is found by the parameters of the model that `prepare` returned",
+                fix="take them from `model.parameters()` or `optimizer.param_groups`",
+            )
+        return found
+
+    def __getitem__(self, parameter: torch.Tensor) -> MutableMapping[str, Any]:
+        self.piece(parameter)
+        return _Entries(self, parameter)
+
+    def __setitem__(self, parameter: torch.Tensor, entries: Mapping[str, Any]) -> None:
+        piece = self.piece(parameter)
+        fitting = {name: piece.fit(value) for name, value in dict(entries).items()}
+        piece.new_state(None).update(fitting)
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        if parameter not in self:
+            raise KeyError(parameter)
+        self.piece(parameter).drop_state(None)
+
+    def __contains__(self, parameter: object) -> bool:
+        piece = self._piece_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        return piece is not None and len(piece.read_state(None)) > 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (p for group in self._optimizer.param_groups for p in group["params"] if p in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self)} parameters>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        return {parameter: copy.deepcopy(dict(entries), memo) for parameter, entries in self.items()}
+
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        """Returns the state of a parameter, or ``default`` if it has none."""
+        return self[parameter] if parameter in self else default  # noqa: SIM401
+
+    def setdefault(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        """Returns the state of a parameter, which is ``default`` if it has none."""
+        if parameter not in self:
+            self[parameter] = default or {}
+        return self[parameter]
+
+    def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
+        """Removes the state of a parameter, and returns it."""
+        if parameter not in self and default:
+            return default[0]
+        entries = dict(self[parameter])
+        del self[parameter]
+        return entries
+
+    def clear(self) -> None:
+        """Removes the state of all parameters."""
+        for parameter in list(self):
+            del self[parameter]
+
+    def replace(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Makes ``state`` the state of all parameters."""
+        given = {parameter: dict(entries) for parameter, entries in state.items()}
+        for parameter in given:
+            self.piece(parameter)
+        self.clear()
+        self.update(given)
+
+
+class _Entries(MutableMapping[str, Any]):
+    """The state of one parameter in a :class:`StateByParameter`, wherever that is now."""
+
+    def __init__(self, state: StateByParameter, parameter: torch.Tensor) -> None:
+        self._state, self._parameter = state, parameter
+
+    def _read(self) -> MutableMapping[str, Any]:
+        return self._state.piece(self._parameter).read_state(None)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        piece = self._state.piece(self._parameter)
+        entries, value = piece.read_state(None), piece.fit(value)
+        (entries if len(entries) else piece.new_state(None))[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._read()))
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def copy(self) -> dict[str, Any]:
+        """Returns a dict of the entries."""
+        return dict(self)
 
 
 def take_weights(optimizer: Any, run: Run) -> None:

@@ -350,7 +350,10 @@ class Run:
     def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None:
         """Returns the record of a parameter of a prepared model, or of one that only an optimizer holds; None for any
         other."""
-        for parameters in self.parameter_maps:
+        for model in self.models:
+            if (record := model.parameters.find(parameter)) is not None:
+                return record
+        for parameters in self.unprepared:
             if (record := parameters.find(parameter)) is not None:
                 return record
         return None

@@ -112,6 +112,7 @@ class EagerShard(BucketShard):
         self.pieces = [self._piece(span) for span in self.partition.spans(self.group.index)]
         self._memory: torch.Tensor | None = None  # memory of this rank's gradient, kept from step to step
         self._buffer: Buffer | None = None  # the buffer that is being filled
+        self._slots: list[torch.Tensor] = []  # its slices
         self._filled: list[bool] = []
         self._still_there: list[bool] = []
         ends = sorted((o, o + s) for o, s in zip(self.partition.offsets, self.partition.sizes, strict=True))
@@ -165,6 +166,7 @@ class EagerShard(BucketShard):
         """Copies the gradient of a parameter into the buffer, or adds it to the gradient there, and releases it."""
         if self._buffer is None:
             self._buffer = self._buffers.take(self.partition.numel, self.reduce_dtype, self._device)
+            self._slots = self._buffer.slots(self)
             self._filled = [False] * len(self.parameters)
             self._still_there = [False] * len(self.parameters)
         parameter = self.parameters[index]
@@ -173,12 +175,13 @@ class EagerShard(BucketShard):
             return
         parameter.grad = None
         if isinstance(gradient, ShardedGrad):
-            self._still_there[index] = self._is_visible(gradient)
+            self._still_there[index] = gradient is self._visible[index]
             gradient = gradient.take_waiting()
             if gradient is None:
                 return
-        check_dense(gradient, self.bucket.records[index])
-        slot = self._buffer.slots(self)[index]
+        if gradient.is_sparse:
+            check_dense(gradient, self.bucket.records[index])
+        slot = self._slots[index]
         if self._filled[index]:
             slot.add_(gradient)
         else:
@@ -191,9 +194,10 @@ class EagerShard(BucketShard):
         self.parameters[0].grad = None
 
     def send_gradients(self) -> None:
-        for index in range(len(self.parameters)):
-            self.take_gradient(index)
-        buffer, self._buffer = self._buffer, None
+        for index, parameter in enumerate(self.parameters):
+            if self._buffer is None or parameter.grad is not None:
+                self.take_gradient(index)
+        buffer, self._buffer, self._slots = self._buffer, None, []
         assert buffer is not None
         self.used = self._filled
         if self._gradient is not None:
@@ -242,19 +246,16 @@ class EagerShard(BucketShard):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self._buffer = None  # of a backward pass that was not completed
+        self._buffer, self._slots = None, []  # of a backward pass that was not completed
 
     def zero_gradients(self) -> None:
         super().zero_gradients()
-        self._buffer = None
+        self._buffer, self._slots = None, []
 
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
         return piece.span.of_chunk(chunk).view(piece.master.shape)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
-    def after_update(self) -> None:
-        """Nothing: what was updated are views of the buffer, or master weights."""
-
     def send_weights(self) -> Callable[[], Any]:
         chunk = self._chunk.detach().to(self.bucket.dtype)
         # The parameters are views of the flat buffer.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import xxhash
@@ -106,6 +106,7 @@ class LazyShard(BucketShard):
         masters: the tensors that the optimizer updates.
     """
 
+    joins: ClassVar[bool] = True
     partition: LazyPartition
     pieces: list[LazyParameterShard]  # type: ignore[assignment]  # a list is not covariant
 
@@ -172,7 +173,7 @@ class LazyShard(BucketShard):
             gradient = parameter.grad
             if gradient is not None:
                 check_dense(gradient, self.bucket.records[index])
-            kept.append(self._is_visible(gradient))
+            kept.append(gradient is not None and gradient is self._visible[index])
             gradients.append(gradient.take_waiting() if isinstance(gradient, ShardedGrad) else gradient)
             parameter.grad = None
         self.before_change()
@@ -225,8 +226,7 @@ class LazyShard(BucketShard):
 
         def kind(piece: ParameterShard) -> tuple[bool, tuple[str, ...], int]:
             index = piece.span.parameter
-            record = self.bucket.records[index]
-            return piece.parameter in wanted and self.used_anywhere[index], self._axes_of(record), record.replicas
+            return piece.parameter in wanted and self.used_anywhere[index], *self.norm_axes[index]
 
         parts = []
         for (counts, axes, replicas), neighbours in groupby(self.pieces, kind):

@@ -12,6 +12,7 @@ import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -22,12 +23,12 @@ from neuron_accel.engine.optim.elementwise import is_separable, needs_closure, w
 from neuron_accel.engine.optim.norms import GradientPart, clip_by_norm, parts_of_others
 from neuron_accel.engine.optim.own_methods import OwnMethods
 from neuron_accel.engine.optim.reducer import BackwardWatcher
-from neuron_accel.engine.optim.state import StatePiece
+from neuron_accel.engine.optim.state import StateByParameter, StatePiece
 from neuron_accel.engine.shards.awaited import AwaitedWeights, may_be_awaited
 from neuron_accel.engine.shards.build import ShardBuilder
 from neuron_accel.engine.shards.shard import BucketShard
 from neuron_accel.engine.shards.shard_twin import ShardTwin
-from neuron_accel.engine.shards.state_dict import load_state, state_pieces, state_with_places
+from neuron_accel.engine.shards.state_dict import load_state, state_with_places
 from neuron_accel.errors import ParameterError, PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -121,7 +122,16 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of this rank's shards."""
+        """The state of this rank's shards, by the model's parameters, see :class:`StateByParameter`."""
+        return StateByParameter(self, self._twin.piece_of)
+
+    @state.setter
+    def state(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        self.state.replace(state)
+
+    @property
+    def shard_state(self) -> Any:
+        """The same by the tensors that are updated, for code that only reads."""
         return self._twin.state
 
     def take_over(self) -> None:
@@ -184,7 +194,10 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         return (self._every_micro_batch and not self._run.join.is_uneven) or self._synchronises()
 
     def _models_synchronise(self) -> bool:
-        return not self._models or any(model.synchronises for model in self._models)
+        for model in self._models:
+            if model.synchronises:
+                return True
+        return not self._models
 
     @property
     def in_backward(self) -> bool:
@@ -207,7 +220,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
     def _receive_with(self, flags: Sequence[bool]) -> list[bool]:
         """Waits for the gradients that were sent. Returns which of ``flags`` are set on any rank."""
         shards, self._sent = self._sent, []
-        anywhere = used_anywhere([*flags, *(flag for s in shards for flag in s.used)], self._run, self._group)
+        anywhere = used_anywhere([*flags, *chain.from_iterable(s.used for s in shards)], self._run, self._group)
         used = iter(anywhere[len(flags) :])
         for shard in shards:
             partial = self._run.group(*shard.bucket.partial_axes)
@@ -287,7 +300,6 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
             UsageError: if its result would not be that of a call for all parameters.
         """
         self._own_call(name, arguments, options)
-        self._twin.take_options()
         self.take_over()
         if name not in self._uses_gradients:
             self._test_own(name, arguments, options)
@@ -360,7 +372,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
     def state_pieces(self) -> list[StatePiece]:
         """Returns this rank's state, one :class:`StatePiece` for each shard of a parameter of the original model."""
         self.wait_for_weights()  # a checkpoint writes to parameters too
-        return state_pieces(self._twin, masters=self.saves_masters)
+        return self._twin.state_pieces(masters=self.saves_masters)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of this rank's shards, their places in the parameters, the current options, and the master

@@ -42,7 +42,7 @@ class Span:
 
     def of_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
         """Returns its elements of a rank's chunk, padding included, as a view."""
-        return chunk[self.offset : self.offset + self.length]
+        return chunk[self.offset : self.offset + self.stop - self.start + self.padding]
 
 
 @dataclass(frozen=True, kw_only=True)

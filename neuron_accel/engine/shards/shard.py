@@ -10,9 +10,10 @@ devices that run one compiled graph on all ranks. ``parameter.grad`` is a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import gt
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,7 +27,6 @@ from neuron_accel.errors import DesyncError, UsageError
 if TYPE_CHECKING:
     from neuron_accel.backends.base import Group, Pending
     from neuron_accel.engine.runtime.run import Run
-    from neuron_accel.engine.sharding.parameters import ParameterRecord
 
 
 @dataclass
@@ -71,6 +71,8 @@ class BucketShard(ABC):
         reduce_dtype: dtype in which gradients are sent and summed.
 
     Attributes:
+        parameters: those of the bucket.
+        norm_axes: for each parameter, the axes along which ranks hold other elements, and the replicas of each.
         pieces: the parameter shards of this rank.
         used: for each parameter, whether this rank had a gradient in the last backward pass.
         used_anywhere: for each parameter, whether any rank had a gradient since gradients were last dropped.
@@ -90,22 +92,20 @@ class BucketShard(ABC):
         reduce_dtype: torch.dtype,
     ) -> None:
         self.bucket, self.partition, self.run, self.group = bucket, partition, run, group
+        self.parameters = bucket.parameters
+        self.norm_axes = [((*record.axes, *bucket.reduction_axes), record.replicas) for record in bucket.records]
         self.samples, self.optimizer_dtype, self.reduce_dtype = samples, optimizer_dtype, reduce_dtype
         self.used = [False] * len(bucket.parameters)
         self.used_anywhere = [False] * len(bucket.parameters)
         self._pending: Pending | None = None
         self._reduced: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
-        self._visible: tuple[ShardedGrad, ...] = ()
+        self._visible: list[ShardedGrad | None] = [None] * len(bucket.parameters)  # as they were shown
         self._gathered: list[torch.Tensor] = []  # the full gradient of each parameter, which the user may change
 
     def __repr__(self) -> str:
         parameters, ranks = f"{type(self).__name__} of {len(self.parameters)} parameters", self.partition.degree
         return f"<{parameters}: {self.partition.chunk} elements, as many on each of {ranks} ranks>"
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        return self.bucket.parameters
 
     @abstractmethod
     def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -137,6 +137,9 @@ class BucketShard(ABC):
         """Returns the tensors that the optimizer updates, each with the parameter shards that it consists of."""
         return [(piece.master, [piece]) for piece in self.pieces]
 
+    joins: ClassVar[bool] = False
+    """Whether updated tensors consist of several parameter shards, so that :meth:`before_update` may split them."""
+
     def split_by(
         self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
     ) -> dict[torch.Tensor, list[nn.Parameter]]:
@@ -158,9 +161,8 @@ class BucketShard(ABC):
         which only some parameters have one. Arguments and result are otherwise as for :meth:`split_by`."""
         return {}
 
-    @abstractmethod
-    def after_update(self) -> None:
-        """Called after the optimizer's step, or another method."""
+    def after_update(self) -> None:  # noqa: B027  # only shards that join need it
+        """Called after the optimizer's step, or another method, if the shard :attr:`joins`."""
 
     def open(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> MutableMapping[Any, dict[str, Any]]:
         """Returns the optimizer's state by the master weights of parameter shards. State and master weights can be read
@@ -229,14 +231,11 @@ class BucketShard(ABC):
         self.before_change()
         mine = {piece.span.parameter: piece for piece in self.pieces}
         parts = []
-        for index, (parameter, record) in enumerate(zip(self.parameters, self.bucket.records, strict=True)):
+        for index, parameter in enumerate(self.parameters):
             if parameter in wanted and self.used_anywhere[index]:
                 piece = mine.get(index)
-                parts.append(GradientPart(piece.grad if piece else None, self._axes_of(record), record.replicas))
+                parts.append(GradientPart(piece.master.grad if piece else None, *self.norm_axes[index]))
         return parts
-
-    def _axes_of(self, record: ParameterRecord) -> tuple[str, ...]:
-        return (*record.axes, *self.bucket.reduction_axes)
 
     def _hand_out(self, gradient: torch.Tensor) -> None:
         """Sets the shard to ``gradient``, ``[partition.chunk]``, and the gradient of each parameter shard to its
@@ -244,7 +243,7 @@ class BucketShard(ABC):
         self._gradient = gradient
         self._gathered = []
         for piece in self.pieces:
-            piece.grad = self._part(gradient, piece) if self.used_anywhere[piece.span.parameter] else None
+            piece.master.grad = self._part(gradient, piece) if self.used_anywhere[piece.span.parameter] else None
 
     def drop_gradients(self) -> None:
         """Drops gradients, also ``parameter.grad``."""
@@ -252,40 +251,45 @@ class BucketShard(ABC):
         self._gathered = []
         self.used_anywhere = [False] * len(self.parameters)
         for piece in self.pieces:
-            piece.grad = None
+            piece.master.grad = None
         for parameter in self.parameters:
             if isinstance(parameter.grad, ShardedGrad):
                 parameter.grad = None
 
     def zero_gradients(self) -> None:
         """Sets reduced gradients to zero, and drops gradients of this rank alone."""
-        kept = [self._is_visible(parameter.grad) for parameter in self.parameters]
+        kept = [p.grad is not None and p.grad is shown for p, shown in self._shown]
         self._forget_all_but(kept)
         if self._gradient is None:
             self.drop_gradients()
         else:
             self._gathered = []
             self._hand_out(self._gradient.zero_())
-        for parameter in self.parameters:
-            if self._gradient is not None and self._is_visible(parameter.grad):
-                parameter.grad.take_waiting()  # type: ignore[union-attr]
+        for parameter, shown in self._shown:
+            if self._gradient is not None and shown is not None and parameter.grad is shown:
+                shown.take_waiting()
             else:
                 parameter.grad = None
 
     # ---- parameter.grad ----------------------------------------------------------------------------------------------
     def _show(self, indices: Sequence[int]) -> None:
         """Sets ``parameter.grad`` of these parameters."""
-        if not self._visible:
-            self._visible = tuple(ShardedGrad(p, self, i) for i, p in enumerate(self.parameters))
         for index in indices:
-            self.parameters[index].grad = self._visible[index]
+            shown = self._visible[index]
+            if shown is None:
+                shown = self._visible[index] = ShardedGrad(self.parameters[index], self, index)
+            self.parameters[index].grad = shown
+
+    @property
+    def _shown(self) -> Iterator[tuple[nn.Parameter, ShardedGrad | None]]:
+        return zip(self.parameters, self._visible, strict=True)
 
     def sync_user_edits(self) -> None:
         """Applies changes of the user: gradients that were changed in place, dropped or replaced. Replacements are
         treated as reduced, as with plain data parallelism."""
         self._take_edits()
         self._forget_all_but([p.grad is not None for p in self.parameters])
-        given = [None if p.grad is None or self._is_visible(p.grad) else p.grad.detach() for p in self.parameters]
+        given = [None if p.grad is None or p.grad is shown else p.grad.detach() for p, shown in self._shown]
         indices = [index for index, gradient in enumerate(given) if gradient is not None]
         if not indices:
             return
@@ -306,7 +310,7 @@ class BucketShard(ABC):
     @property
     def has_unreduced(self) -> bool:
         """Whether a parameter has a gradient of this rank alone."""
-        return any(p.grad is not None and not self._is_visible(p.grad) for p in self.parameters)
+        return any(p.grad is not None and p.grad is not shown for p, shown in self._shown)
 
     def full_gradient(self, index: int) -> torch.Tensor:
         """Returns the reduced gradient of one parameter, in its shape and dtype. Changes in place are applied to the
@@ -344,9 +348,6 @@ class BucketShard(ABC):
         values = self._split(self._gather_chunks(self._own_gradient()))
         return [value if used else None for value, used in zip(values, self.used_anywhere, strict=True)]
 
-    def _is_visible(self, gradient: torch.Tensor | None) -> bool:
-        return isinstance(gradient, ShardedGrad) and gradient.belongs_to(self)
-
     def _check_all_read(self, index: int) -> None:
         """Raises DesyncError if other ranks read another gradient. Sends objects, so that no other collective
         matches."""
@@ -377,7 +378,7 @@ class BucketShard(ABC):
 
     def _forget_all_but(self, kept: Sequence[bool]) -> None:
         """Drops the gradients that the user has dropped by setting ``parameter.grad``."""
-        if self._gradient is None or all(k or not u for k, u in zip(kept, self.used_anywhere, strict=True)):
+        if self._gradient is None or not any(map(gt, self.used_anywhere, kept)):
             return
         self._take_edits()
         self.used_anywhere = [u and k for u, k in zip(self.used_anywhere, kept, strict=True)]

@@ -6,8 +6,9 @@ A tensor that the twin updates consists of the shard of one parameter or, on dev
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from neuron_accel.engine.optim.elementwise import is_elementwise
 from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
-from neuron_accel.engine.optim.state import copy_options, state_of
+from neuron_accel.engine.optim.state import StatePiece, check_groups, share_options, state_of
 from neuron_accel.engine.optim.twin import StandIn, recipe_of, translate, twin
 from neuron_accel.engine.shards.build import record_of
 from neuron_accel.errors import UsageError
@@ -51,6 +52,8 @@ class ShardTwin:
         self.optimizer, self.run, self._plugin, self._keeps_parameters = optimizer, run, plugin, keeps_parameters
         self.shards: list[BucketShard] = []
         self._layouts: dict[nn.Parameter, Layout] = {}
+        self._places: dict[torch.Tensor, tuple[BucketShard, ParameterShard | None, int]] = {}  # and index of the group
+        self._elsewhere: dict[torch.Tensor, dict[str, Any]] | None = None  # of parameters that other ranks keep
         self._recipe = recipe_of(optimizer)
         self._exists = False
 
@@ -64,13 +67,17 @@ class ShardTwin:
 
     @property
     def state(self) -> Any:
-        """The state of this rank's shards."""
-        return self.inner.state if isinstance(self.inner, FullParameterOptimizer) else state_of(self.inner)
+        """The state of this rank's shards, by the tensors that are updated."""
+        return state_of(self.inner.inner if isinstance(self.inner, FullParameterOptimizer) else self.inner)
 
     @property
     def masters(self) -> list[nn.Parameter]:
         """The tensors that are updated, in the order of the groups."""
         return [master for group in self.inner.param_groups for master in group["params"]]
+
+    @property
+    def _joining(self) -> list[BucketShard]:
+        return [shard for shard in self.shards if shard.joins]
 
     @property
     def unsharded(self) -> list[nn.Parameter]:
@@ -86,6 +93,7 @@ class ShardTwin:
         self.inner = twin(optimizer, [self._group(group) for group in optimizer.param_groups], state)
         self._copy_attributes()
         self._translate()
+        share_options(optimizer, self.inner)
         if self._needs_full_parameters():
             self.inner = FullParameterOptimizer(self.inner, self._layouts, self.run)
         self._release(self.shards)
@@ -96,8 +104,11 @@ class ShardTwin:
     def add(self, shards: list[BucketShard]) -> None:
         """Adds further shards, of parameters in groups that it has."""
         self.shards += shards
+        index_of = {p: index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         for shard in shards:
+            self._places |= {p: (shard, None, index_of[p]) for p in shard.parameters}
             for piece in shard.pieces:
+                self._places[piece.parameter] = (shard, piece, index_of[piece.parameter])
                 self._layouts[piece.master] = shard.bucket.records[piece.span.parameter].layout
         if not self._exists:
             return
@@ -134,6 +145,7 @@ class ShardTwin:
         self._release(self.shards)
         self._copy_attributes()
         self._translate()
+        share_options(self.optimizer, self.of_shards)
 
     def replace(self, replaced: Mapping[torch.Tensor, list[nn.Parameter]]) -> None:
         """Replaces tensors in the groups by others, for which there is state already."""
@@ -180,12 +192,13 @@ class ShardTwin:
 
     def _copy_attributes(self) -> None:
         """Copies attributes that the user has set on parameters to the tensors that are updated instead of them."""
-        for updated, pieces in _updated(self.shards):
-            parameter = pieces[0].parameter  # if there are several, all have the same attributes
-            if len(pieces) > 1:
-                vars(updated).update(vars(parameter))
-            elif vars(parameter):
-                self._stand_in(pieces[0], updated).take_attributes(parameter)
+        for shard in self.shards:
+            for updated, pieces in shard.updated():
+                parameter = pieces[0].parameter  # if there are several, all have the same attributes
+                if len(pieces) > 1:
+                    vars(updated).update(vars(parameter))
+                elif vars(parameter):
+                    self._stand_in(pieces[0], updated).take_attributes(parameter)
 
     def _sharded_state(self, shards: Iterable[BucketShard]) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the shards of state that the user's optimizer has from the start or from earlier steps."""
@@ -207,20 +220,73 @@ class ShardTwin:
             for parameter in shard.parameters:
                 known.pop(parameter, None)
 
+    # ---- state by parameter ------------------------------------------------------------------------------------------
+    def state_pieces(self, *, masters: bool) -> list[StatePiece]:
+        """Returns the state of this rank's shards, of every parameter; with ``masters``, with their own weights."""
+        held = [piece.parameter for shard in self.shards for piece in shard.pieces]
+        found = (self.piece_of(parameter, masters=masters) for parameter in (*held, *self.unsharded))
+        return [piece for piece in found if piece is not None]
+
+    def piece_of(self, parameter: torch.Tensor, *, masters: bool = True) -> StatePiece | None:
+        """Returns where this rank's state of a parameter is; None if it is none of the optimizer's."""
+        if parameter not in self._places:
+            groups = enumerate(self.optimizer.param_groups)
+            index = next((i for i, group in groups if any(p is parameter for p in group["params"])), None)
+            if index is None:
+                return None
+            assert isinstance(parameter, nn.Parameter)  # it never trained, and what was loaded for it is unsharded
+            record, known, stop = record_of(parameter, self.run), state_of(self.optimizer), parameter.numel()
+            return StatePiece(record=record, parameter=parameter, start=0, stop=stop, group=index, store=known)
+        shard, piece, index = self._places[parameter]
+        self._describe_elsewhere()
+        axes = shard.bucket.reduction_axes
+        if piece is None:
+            none = (0, 1) if self._keeps_parameters and parameter.dim() > 1 else (0,)
+            return StatePiece(
+                record=record_of(parameter, self.run),  # type: ignore[arg-type]
+                parameter=nn.Parameter(parameter.new_empty(none, dtype=shard.optimizer_dtype)),
+                start=0,
+                stop=0,
+                group=index,
+                axes=axes,
+                key=parameter,
+                store=self._elsewhere,  # type: ignore[arg-type]
+            )
+        store: MutableMapping[Any, Any] = shard.open(self.state)
+        key = piece.master
+        if isinstance(self.inner, FullParameterOptimizer):
+            store, key = self.inner.place_of_state(piece.master)
+        return StatePiece(
+            record=shard.bucket.records[piece.span.parameter],
+            parameter=piece.master,
+            start=piece.span.start,
+            stop=piece.span.stop,
+            group=index,
+            axes=axes,
+            master=piece.master.dtype != piece.parameter.dtype and masters,
+            whole=key is not piece.master,
+            key=key,
+            store=store,
+        )
+
+    def _describe_elsewhere(self) -> None:
+        """Gives parameters without elements on this rank the entries that others have, without elements: so all ranks
+        can do the same with them."""
+        if self._elsewhere is None:  # as things are now: loops remove state of one parameter after another
+            self._elsewhere = {}
+            everything = [piece for shard in self.shards for piece in shard.pieces]
+            for shard in self.shards:
+                absent = [p for p in shard.parameters if self._places[p][1] is None]
+                near = (self.piece_of(piece.parameter) for piece in (*shard.pieces, *everything) if absent)
+                found = (piece.read_state(None) for piece in near if piece is not None)
+                entries = next((each for each in found if len(each)), {})
+                self._elsewhere |= {p: {n: _without_elements(v) for n, v in entries.items()} for p in absent}
+
     # ---- an update ---------------------------------------------------------------------------------------------------
-    def take_options(self) -> None:
-        """Takes the options of the user's optimizer, which schedulers and loops edit."""
-        copy_options(self.optimizer, self.of_shards)
-
-    def give_options(self) -> None:
-        """Gives the user's optimizer the options, which the twin may have changed."""
-        copy_options(self.of_shards, self.optimizer)
-
     def take_over(self) -> None:
         """Applies values that were written to master weights and state by parameter."""
-        state = self.state
-        for shard in self.shards:
-            self.replace(shard.close(state))
+        for shard in self._joining:
+            self.replace(shard.close(self.state))
 
     @contextmanager
     def updating(self, *, by_gradients: bool = True) -> Iterator[None]:
@@ -229,20 +295,28 @@ class ShardTwin:
         Args:
             by_gradients: whether it uses gradients. Tensors are then split of which only some parameters have one.
         """
-        self.take_options()
+        check_groups(self.optimizer, self.inner)
         self._copy_attributes()
-        state = self.state
+        self._elsewhere = None
+        joining = self._joining
+        state = self.state if joining else {}
         for shard in self.shards:
-            self.replace(shard.before_update(state, by_gradients=by_gradients))
+            if replaced := shard.before_update(state, by_gradients=by_gradients):
+                self.replace(replaced)
         yield
-        for shard in self.shards:
+        for shard in joining:
             shard.after_update()
-        self.give_options()
 
 
 def _updated(shards: Iterable[BucketShard]) -> Iterator[tuple[nn.Parameter, Sequence[ParameterShard]]]:
     """Yields the tensors that the twin updates, each with the parameter shards that it consists of."""
     return (pair for shard in shards for pair in shard.updated())
+
+
+def _without_elements(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.new_empty(0) if value.dim() else value.clone()
 
 
 def _shard_entry(value: Any, piece: ParameterShard, plugin: str, like: torch.Tensor) -> Any:

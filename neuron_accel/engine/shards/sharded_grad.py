@@ -54,9 +54,6 @@ class ShardedGrad(torch.Tensor):
         self._source, self._index, self._waiting, self._shown = weakref.ref(source), index, None, None
         return self
 
-    def belongs_to(self, source: GradientSource) -> bool:
-        return self._source() is source
-
     def take_waiting(self) -> torch.Tensor | None:
         """Returns and removes the gradient that backward passes on this rank have added since the reduction, or
         None."""

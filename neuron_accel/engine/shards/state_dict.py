@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a sharded optimizer: for checkpoints by parameter, and in its ``state_dict`` by updated tensor.
+"""The ``state_dict`` of a sharded optimizer, by updated tensor.
 
 ``state_dict`` of :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer` has an entry for each updated tensor,
 which may consist of several parameter shards. Which shards belong together can differ when the state is loaded. The
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from neuron_accel.engine.optim.full_parameter import FullParameterOptimizer
-from neuron_accel.engine.optim.state import StatePiece, state_of
+from neuron_accel.engine.optim.state import share_options, state_of
 from neuron_accel.engine.shards.build import record_of
 from neuron_accel.errors import UsageError
 
@@ -28,44 +27,11 @@ Place = tuple[str, int, int]
 """Place of a shard: FQN of the parameter, and the range of elements of its flattened local tensor."""
 
 
-# ---- by parameter, for checkpoints -----------------------------------------------------------------------------------
-def state_pieces(twin: ShardTwin, *, masters: bool) -> list[StatePiece]:
-    """Returns the state of this rank's shards of every parameter; with ``masters``, with separate master weights."""
-    groups = {p: index for index, group in enumerate(twin.optimizer.param_groups) for p in group["params"]}
-    pieces = []
-    for shard in twin.shards:
-        store_of_pieces = shard.open(twin.state)
-        for piece in shard.pieces:
-            store, key = store_of_pieces, piece.master
-            if isinstance(twin.inner, FullParameterOptimizer):
-                store, key = twin.inner.place_of_state(piece.master)
-            pieces.append(
-                StatePiece(
-                    record=shard.bucket.records[piece.span.parameter],
-                    parameter=piece.master,
-                    start=piece.span.start,
-                    stop=piece.span.stop,
-                    group=groups[piece.parameter],
-                    axes=shard.bucket.reduction_axes,
-                    master=piece.master.dtype != piece.parameter.dtype and masters,
-                    whole=key is not piece.master,
-                    key=key,
-                    store=store,
-                )
-            )
-    known = state_of(twin.optimizer)
-    for parameter in twin.unsharded:  # those that never trained, whose loaded state is unsharded too
-        record, group, stop = record_of(parameter, twin.run), groups[parameter], parameter.numel()
-        pieces.append(StatePiece(record=record, parameter=parameter, start=0, stop=stop, group=group, store=known))
-    return pieces
-
-
 # ---- by updated tensor -----------------------------------------------------------------------------------------------
 def state_with_places(twin: ShardTwin, *, masters: bool) -> dict[str, Any]:
     """Returns ``state_dict`` of a twin with the places of all shards that it updates (``pieces``), state that was
     loaded for parameters without shards (``whole_state``), and, with ``masters``, ``master_weights`` if there are
     some."""
-    twin.take_options()
     result = {**twin.inner.state_dict(), "pieces": _places(twin)}
     known = cast("Mapping[nn.Parameter, Any]", state_of(twin.optimizer))
     frozen = {record_of(parameter, twin.run).fqn: dict(entries) for parameter, entries in known.items() if entries}
@@ -93,7 +59,7 @@ def load_state(twin: ShardTwin, state: dict[str, Any]) -> bool:
         held = _split_like(twin, saved)
         given = reordered(given, saved, held, _lengths(twin), twin.inner.state_dict())
     twin.inner.load_state_dict(given)
-    twin.give_options()
+    share_options(twin.optimizer, twin.of_shards)
     for parameter in twin.unsharded:
         entries = state.get("whole_state", {}).get(record_of(parameter, twin.run).fqn)
         if entries is not None:

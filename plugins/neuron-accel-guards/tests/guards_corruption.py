@@ -9,7 +9,11 @@ from typing import Any, ClassVar
 import torch
 from guards_support import Bigrams, token_batches
 
-from neuron_accel.contract import Collective, Observer, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Collective, Observer, Phase, PluginSpec, ShardedOptimizer, StrategyPlugin
+
+
+def updated_state(optimizer):
+    return optimizer.shard_state if isinstance(optimizer, ShardedOptimizer) else optimizer.state
 
 
 def flip(tensor: torch.Tensor, bit: int = 22, index: int = 3) -> None:
@@ -48,7 +52,7 @@ class Corrupts(StrategyPlugin):
             record = next(r for m in run.models for r in m.parameters if r.current is not None)
             flip(record.current if record.weights is None else record.weights.tensor, self.bit)
         if self.now(run, "state"):
-            flip(next(iter(optimizer.state.values()))["exp_avg"], self.bit)
+            flip(next(iter(updated_state(optimizer).values()))["exp_avg"], self.bit)
 
     def change_in_graph(self, optimizer, run):
         """All ranks trace the same graph, in which one of them multiplies by another number."""
@@ -56,7 +60,7 @@ class Corrupts(StrategyPlugin):
             if self.what == "weight":
                 run.models[0].module.head.weight.data.mul_(self.factor(run))
             if self.what == "state":
-                for entries in optimizer.state.values():
+                for entries in updated_state(optimizer).values():
                     entries["exp_avg"].data.mul_(self.factor(run))
 
     def factor(self, run):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure
-from neuron_accel.engine.optim.state import held_optimizers, state_of
+from neuron_accel.engine.optim.state import held_optimizers, share_options, state_of
 from neuron_accel.engine.optim.twin import twin
 from tests.distributed.optimizers import Lookahead
 
@@ -126,3 +126,26 @@ def test_trials_leave_attributes_as_they_were(wraps):
     assert is_separable(optimizer)
     assert not needs_closure(optimizer)
     assert (float(inner.seen), inner.kept, inner.counts) == (0.0, [], {"steps": 0})
+
+
+@pytest.mark.parametrize("hold", [lambda params: adam(params), lambda params: Lookahead(adam(params))])
+def test_the_groups_of_a_twin_share_options_and_keep_parameters_of_their_own(hold):
+    optimizer = hold(parameters())
+    mine = [nn.Parameter(torch.zeros(3))]
+    copied = twin(optimizer, [{**optimizer.param_groups[0], "params": mine}])
+    share_options(optimizer, copied)
+    (group,), (shared,) = optimizer.param_groups, copied.param_groups
+    group["lr"] = 0.5
+    shared["new"] = 7
+    assert (shared["lr"], group["new"]) == (0.5, 7)
+    assert {**shared} == dict(shared) == shared.copy() == (shared | {}) == {**group, "params": mine}
+    assert isinstance(shared, dict)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.25
+    optimizer.load_state_dict(state)  # its groups are other dicts now
+    assert shared["lr"] == 0.25
+    mine[0].grad = torch.ones(3)
+    optimizer.param_groups[0]["lr"] = 0.0
+    copied.step()
+    assert not mine[0].any()
+    assert group["params"][0].shape == (4, 6)

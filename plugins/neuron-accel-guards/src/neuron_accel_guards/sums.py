@@ -5,13 +5,22 @@ although nothing wrote it, and replicas whose updates differ."""
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from neuron_accel.contract import Collective, Event, Group, Observer, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import (
+    Collective,
+    Event,
+    Group,
+    Observer,
+    Phase,
+    PluginSpec,
+    ShardedOptimizer,
+    StrategyPlugin,
+)
 from neuron_accel.errors import ConfigurationError, CorruptionError
 from neuron_accel_guards.replicas import Part, part_of, replica_of
 
@@ -406,8 +415,9 @@ class Checks:
                     yield _key(record), record.fqn, record.weights.tensor
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, (updated, entries) in enumerate(optimizer.state.items()):
-            if not isinstance(entries, dict):
+        state = optimizer.shard_state if isinstance(optimizer, ShardedOptimizer) else optimizer.state
+        for index, (updated, entries) in enumerate(state.items()):
+            if not isinstance(entries, Mapping):
                 continue
             record = self._run.find_parameter(updated) if isinstance(updated, torch.Tensor) else None
             of = f"{record.fqn!r}" if record is not None else f"shard {index}"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Phase, PluginSpec, ShardedOptimizer, StrategyPlugin
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
 from neuron_accel_report.bundle_command import Redactor
 from neuron_accel_report.live import Display, make_display
@@ -601,7 +601,8 @@ def _memory_of(run: Run, optimizer: torch.optim.Optimizer) -> Memory:
                 parameters += (weights.stop - weights.start) * (0 if current is None else current.element_size())
             elif current is not None:
                 parameters += current.nbytes
-    for key, entries in optimizer.state.items():
+    state = optimizer.shard_state if isinstance(optimizer, ShardedOptimizer) else optimizer.state
+    for key, entries in state.items():
         if isinstance(key, torch.Tensor):
             owners[id(key)] = key
         if isinstance(entries, Mapping):

@@ -1,0 +1,166 @@
+"""``optimizer.state`` by the model's parameters, and its full state, where optimizers are sharded, as in one process."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from neuron_accel.testing import one_at_a_time, run_ranks
+
+STRATEGIES = {"zero1": [{"zero1": {}}], "fully sharded": [{"fully_sharded": {"modules": ("a", "b")}}]}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def damp(optimizer, parameters):
+    for p in parameters:
+        if "exp_avg" in optimizer.state[p]:
+            optimizer.state[p]["exp_avg"].mul_(0.1)
+
+
+def pop(optimizer, parameters):
+    for p in parameters[:3]:
+        assert "exp_avg" in optimizer.state.pop(p)
+    assert optimizer.state.pop(parameters[0], None) is None
+    del optimizer.state[parameters[4]]
+    assert [p in optimizer.state for p in parameters] == [False, False, False, True, False, True]
+
+
+def clear(optimizer, parameters):
+    assert len(optimizer.state) == len(parameters)
+    optimizer.state[parameters[1]].clear()
+    optimizer.state.clear()
+    assert not optimizer.state
+
+
+def assign(optimizer, parameters):
+    for p in parameters:
+        optimizer.state[p]["exp_avg"] = torch.full(p.shape, 1e-3)
+    optimizer.state[parameters[2]] = {**optimizer.state[parameters[2]], "exp_avg_sq": torch.ones(parameters[2].shape)}
+
+
+def replace(optimizer, parameters):
+    kept = defaultdict(dict, {p: dict(optimizer.state[p]) for p in parameters[1:]})
+    kept[parameters[1]]["step"] = torch.tensor(9.0)
+    optimizer.state = kept
+    assert parameters[0] not in optimizer.state
+    assert len(optimizer.state) == len(kept)
+
+
+EDITS = {edit.__name__: edit for edit in (damp, pop, clear, assign, replace)}
+
+
+def make(plugins, backend=None):
+    from neuron_accel import NeuronAccelerator
+
+    with one_at_a_time():
+        model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    if plugins is None:
+        return None, model, optimizer
+    accelerator = NeuronAccelerator(config={"plugins": plugins, **({} if backend is None else {"backend": backend})})
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def steps(accelerator, model, optimizer, seeds):
+    for seed in seeds:
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(seed))
+        if accelerator is not None:
+            x = x.chunk(accelerator.data_parallel_size)[accelerator.data_parallel_rank].to(accelerator.device)
+        loss = model(x).square().mean()
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(accelerator, model):
+    found = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+    return {name: value.clone() for name, value in found.items()}
+
+
+def edited(plugins, backend=None):
+    """The weights after each kind of edit in the middle of a training."""
+    results = {}
+    for name, edit in EDITS.items():
+        accelerator, model, optimizer = make(plugins, backend)
+        steps(accelerator, model, optimizer, range(2))
+        edit(optimizer, list(model.parameters()))
+        steps(accelerator, model, optimizer, range(2, 4))
+        results[name] = weights(accelerator, model)
+    return results
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_edits_have_the_effect_of_one_process(strategy):
+    expected = edited(None)
+    found = run_ranks(edited, 2, STRATEGIES[strategy])[0]
+    for edit, of_edit in expected.items():
+        for name, value in of_edit.items():
+            torch.testing.assert_close(found[edit][name], value, msg=lambda m, at=(edit, name): f"{at}: {m}")
+
+
+def refused(plugins):
+    from neuron_accel.errors import ParameterError, UsageError
+
+    accelerator, model, optimizer = make(plugins)
+    steps(accelerator, model, optimizer, range(1))
+    (p, *_), empty = model.parameters(), sum(v["exp_avg"].numel() for v in optimizer.state.values())
+    assert 0 < empty < sum(p.numel() for p in model.parameters())
+    with pytest.raises(ParameterError, match="none of its parameters"):
+        optimizer.state[torch.zeros(3)]
+    with pytest.raises(UsageError, match="does not belong to 'a.weight'"):
+        optimizer.state[p]["exp_avg"] = torch.zeros(3)
+    if accelerator.is_main_process:  # as published trainers do
+        with pytest.raises(UsageError, match="accelerator.get_optimizer_state_dict"):
+            torch.save({"opt": optimizer.state_dict()}, io.BytesIO())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_one_process_would_do_otherwise_is_refused(strategy):
+    run_ranks(refused, 2, STRATEGIES[strategy])
+
+
+def in_full(plugins, given):
+    """The full state after steps; or the weights after more of them from ``given``."""
+    accelerator, model, optimizer = make(plugins)
+    if given is None:
+        steps(accelerator, model, optimizer, range(2))
+        return accelerator.get_optimizer_state_dict(optimizer) if accelerator else optimizer.state_dict()
+    optimizer.load_state_dict(torch.load(io.BytesIO(given), weights_only=True))
+    steps(accelerator, model, optimizer, range(2, 4))
+    return weights(accelerator, model)
+
+
+def as_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_full_state_is_that_of_one_process_and_loads_on_any_number_of_ranks(strategy):
+    plugins, plain = STRATEGIES[strategy], in_full(None, None)
+    every = run_ranks(in_full, 2, plugins, None)
+    for state in every:
+        assert list(state["state"]) == [name for name, _ in Net().named_parameters()]
+        assert state["param_groups"][0]["lr"] == 0.05
+        for mine, other in zip(state["state"].values(), plain["state"].values(), strict=True):
+            torch.testing.assert_close(mine, other)
+    expected = in_full(None, as_file(plain))
+    of_two = in_full(None, as_file(every[1]))  # torch's own
+    of_one = run_ranks(in_full, 2, plugins, as_file(plain))[0]
+    of_three = run_ranks(in_full, 3, plugins, as_file(every[0]))[0]
+    for found in (of_two, of_one, of_three):
+        torch.testing.assert_close(found, expected)
