@@ -572,6 +572,7 @@ class NeuronAccelerator(Accelerator):
         )
         prepared._is_accelerate_prepared = True
         self.run.add_optimizer(prepared)
+        self._optimizers[:] = [each for each in self._optimizers if not getattr(each.optimizer, "retired", False)]
         self._optimizers.append(prepared)
         return prepared
 

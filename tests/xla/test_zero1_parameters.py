@@ -9,7 +9,14 @@ from torch import nn
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.xla_ranks import one_at_a_time
 from tests.distributed.strategies.test_freezing import batches, net
-from tests.distributed.strategies.test_optimizer_state import STRATEGIES, edited
+from tests.distributed.strategies.test_optimizer_state import (
+    STRATEGIES,
+    Net,
+    Plain,
+    edited,
+    of_several_optimizers,
+    stages,
+)
 
 STEPS = 2
 
@@ -78,6 +85,13 @@ def test_edits_of_state_by_parameter_have_the_effect_of_one_process(strategy):
     for found in run_ranks(edited, 2, STRATEGIES[strategy], "xla", backend="xla", timeout=110):
         for edit, of_edit in found.items():  # fully sharded weights are given to the main process
             torch.testing.assert_close(of_edit, {n: expected[edit][n] for n in of_edit}, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_takes_over_the_parameters_of_an_earlier_one(strategy):
+    expected = stages(Plain(), Net()).state_dict()
+    for found in run_ranks(of_several_optimizers, 2, stages, STRATEGIES[strategy], "xla", backend="xla", timeout=110):
+        torch.testing.assert_close(found, {n: expected[n] for n in found}, rtol=1e-4, atol=1e-5)
 
 
 class WithComplex(nn.Module):

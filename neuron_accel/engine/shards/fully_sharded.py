@@ -334,6 +334,13 @@ class FullyShardedOptimizer(ShardedOptimizer):
         mine = [shard for shard, _ in root.shards]
         return [i for i, s in enumerate(self.shards) if isinstance(s, GatheredShard) and s.is_alone and s in mine]
 
+    def _dissolve(self) -> None:
+        for shard in self.shards:
+            _, unit = self._place(shard.bucket.records[0])
+            if isinstance(shard, GatheredShard | LazyGatheredShard):
+                shard.dissolve()
+                unit.shards[:] = [pair for pair in unit.shards if pair[0] is not shard]
+
     def close(self) -> None:
         """See :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`."""
         super().close()

@@ -58,6 +58,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         shards: this rank's shard of every bucket.
         saves_masters: whether checkpoints contain the master weights.
         grad_norm: norm of the last step's gradients before clipping, 0-dim; None if ``max_norm`` is not set.
+        retired: whether an optimizer that was prepared later has its parameters.
 
     Raises:
         UsageError: if the optimizer cannot step without a closure.
@@ -99,6 +100,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         self.saves_masters, self._others = save_master_weights, others
         self._synchronises = synchronises or self._models_synchronise
         self.grad_norm: torch.Tensor | None = None
+        self.retired = False
         self._has_warned = False
         self._sent: list[BucketShard] = []
         self._awaited = AwaitedWeights() if overlap_gather and may_be_awaited(run, plugin) else None
@@ -274,6 +276,13 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
             options: further arguments of the optimizer's own ``step``.
         """
         loss = None
+        if self.retired:
+            raise UsageError(
+                f"This {type(self.optimizer).__name__} cannot step: an optimizer of its parameters was prepared later.",
+                where=f"plugin {self._plugin!r}, optimizer.step()",
+                why="a parameter's gradient and state are sharded for one optimizer, the last one that was prepared",
+                fix="step the other one, or use one optimizer and change its options or its state",
+            )
         self._warn_inside_no_sync()
         self.wait_for_weights()
         if closure is not None:
@@ -402,6 +411,41 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         self._sync_user_weights()
         for shard in self.shards:
             shard.reload()
+
+    def retire(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the parameters up to an optimizer that is being prepared, with their weights and gradients. Collective.
+
+        Raises:
+            UsageError: if that does not hold all of them.
+        """
+        theirs = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        mine = {parameter for group in self.param_groups for parameter in group["params"]}
+        if mine.isdisjoint(theirs) or self.retired:
+            return
+        if not mine <= theirs:
+            raise UsageError(
+                f"{type(optimizer).__name__} holds {len(mine & theirs)} of the {len(mine)} parameters of a "
+                f"{type(self.optimizer).__name__} that was prepared before.",
+                where=f"plugin {self._plugin!r}, prepare(optimizer)",
+                why="a parameter's gradient and state are sharded for one optimizer, and the other parameters would be "
+                "left without one",
+                fix="let it hold all of them, which replaces the earlier optimizer, or none, or use one optimizer with "
+                "parameter groups",
+            )
+        self.take_over()
+        self.flush()
+        self.take_user_weights()
+        used = [(shard, index) for shard in self.shards for index, used in enumerate(shard.used_anywhere) if used]
+        gradients = [(shard.parameters[index], shard.full_gradient(index).clone()) for shard, index in used]
+        self.close()
+        self._dissolve()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        self.shards.clear()
+        self.retired = True
+
+    def _dissolve(self) -> None:
+        """Gives parameters that are shards their full values. Collective."""
 
     def close(self) -> None:
         """Removes the hooks of backward passes, and drops gradients, which cannot be gathered afterwards."""

@@ -138,7 +138,10 @@ class Zero1Plugin(StrategyPlugin):
             averager.restart()
 
     def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
-        """Shards optimizer state and master weights."""
+        """Shards optimizer state and master weights. An earlier optimizer of the same parameters steps no more."""
+        for earlier in self._optimizers(run):
+            earlier.retire(optimizer)
+        run.state(self)["optimizers"] = [earlier for earlier in self._optimizers(run) if not earlier.retired]
         sharded = self._sharded(optimizer, run)
         run.state(self).setdefault("optimizers", []).append(sharded)
         for averager in self._averagers(run):
