@@ -47,7 +47,6 @@ COMPOSITIONS = {
     "zero1 x 4": Composition(ranks=4, plugins=("zero1",)),
     "zero1 x 2, small buckets": Composition(ranks=2, plugins=({"zero1": {"bucket_cap_mb": 0.0005}},)),
     "zero1 x 2, accumulating shards": Composition(ranks=2, plugins=({"zero1": {"use_grad_acc_hook": True}},)),
-    "zero1 x 2, overlapping gathers": Composition(ranks=2, plugins=({"zero1": {"overlap_gather": True}},)),
     "zero1 x 2, parameters": Composition(ranks=2, plugins=({"zero1": {"partition": "parameters"}},)),
     "zero1 x 3, parameters": Composition(ranks=3, plugins=({"zero1": {"partition": "parameters"}},)),
     "zero1 x 2 + guards": Composition(ranks=2, plugins=("zero1", *GUARDS)),

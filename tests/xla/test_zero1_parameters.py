@@ -120,17 +120,3 @@ def test_complex_parameters_are_refused_by_name():
     assert "'second." in str(error)
     assert "is complex64" in str(error)
     assert "view_as_real" in str(error)
-
-
-def prepare_overlapping():
-    from neuron_accel import NeuronAccelerator
-
-    accelerator = NeuronAccelerator(config={"plugins": [{"zero1": {"overlap_gather": True}}], "backend": "xla"})
-    model = nn.Linear(2, 2)
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_gathers_are_left_to_the_compiler():
-    with pytest.raises(RanksError, match="cannot be gathered while the next step begins") as caught:
-        run_ranks(prepare_overlapping, 1, backend="xla", timeout=110)
-    assert type(caught.value.errors[0]).__name__ == "PlanError"

@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -77,7 +77,7 @@ def build(cls: type[T], options: Any, at: Location, subject: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in options:
         if key not in fields:
-            raise (at / key).error(f"{key!r} is not an option of {subject}.", fix=did_you_mean(str(key), fields))
+            raise (at / key).error(f"{key!r} is not an option of {subject}.", fix=_instead_of(str(key), cls, fields))
     required = [f.name for f in fields.values() if _is_required(f) and f.name not in options]
     if required:
         raise at.error(
@@ -302,6 +302,11 @@ def _is_a(value: Any, hint: Any) -> bool:
         return True
 
 
+def _instead_of(option: str, cls: type, known: Iterable[str]) -> str:
+    """What to do instead of giving an option that a class does not have."""
+    return getattr(cls, "removed_options", {}).get(option) or did_you_mean(option, known)
+
+
 def check_arguments(cls: type, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     """Checks that the constructor of a dataclass accepts these arguments.
 
@@ -316,7 +321,8 @@ def check_arguments(cls: type, arguments: tuple[Any, ...], options: Mapping[str,
         known = [p.name for p in list(signature.parameters.values())[1:] if p.kind in (p.KEYWORD_ONLY, _BY_EITHER)]
         for option in options:
             if option not in known:
-                raise at.error(f"{option!r} is not an option of {name}.", fix=did_you_mean(option, known)) from None
+                fix = _instead_of(option, cls, known)
+                raise at.error(f"{option!r} is not an option of {name}.", fix=fix) from None
         by_position = sum(p.kind is not p.KEYWORD_ONLY for p in signature.parameters.values()) - 1
         if len(arguments) > by_position:
             takes = "no positional argument"

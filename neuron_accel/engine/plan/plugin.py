@@ -178,6 +178,9 @@ class StrategyPlugin(_KnownOptionsOnly):
 
     spec: ClassVar[PluginSpec]
 
+    removed_options: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of giving options that the plugin no longer has, by their names."""
+
     def __post_init__(self) -> None:
         """Checks the options. The ``__post_init__`` of a subclass runs before, see the module's docstring.
 

@@ -24,7 +24,6 @@ from neuron_accel.engine.optim.norms import GradientPart, clip_by_norm, parts_of
 from neuron_accel.engine.optim.own_methods import OwnMethods
 from neuron_accel.engine.optim.reducer import BackwardWatcher
 from neuron_accel.engine.optim.state import StateByParameter, StatePiece
-from neuron_accel.engine.shards.awaited import AwaitedWeights, may_be_awaited
 from neuron_accel.engine.shards.build import ShardBuilder
 from neuron_accel.engine.shards.shard import BucketShard
 from neuron_accel.engine.shards.shard_twin import ShardTwin
@@ -47,7 +46,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         plugin: name of the plugin, for messages.
         title: what the plugin does, as messages say it: "train without ...".
         optimizer_dtype, max_norm, use_grad_acc_hook, higher_cc_precision: see :class:`~neuron_accel.Zero1Plugin`.
-        bucket_cap_mb, partition, save_master_weights, overlap, overlap_gather: see there, too.
+        bucket_cap_mb, partition, save_master_weights, overlap: see there, too.
         synchronises: returns whether a backward pass that runs now reduces gradients; by default, whether one of the
             models synchronises.
         others: functions that are called with the parameters of an added group, whose gradients this optimizer then
@@ -85,13 +84,12 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         partition: Literal["even", "parameters"] = "even",
         save_master_weights: bool = True,
         overlap: bool = True,
-        overlap_gather: bool = False,
         synchronises: Callable[[], bool] | None = None,
         others: Sequence[Callable[[Iterable[torch.Tensor]], None]] = (),
     ) -> None:
         # Like Accelerate's wrapper, this has the interface of an optimizer but does not call its constructor, which
         # would create groups, state and defaults of its own.
-        _check_device(run, plugin, partition=partition, overlap_gather=overlap_gather)
+        _check_device(run, plugin, partition=partition)
         _check_optimizer(optimizer, plugin, title, partition)
         ShardBuilder.__init__(
             self, optimizer, run, plugin, title, optimizer_dtype, higher_cc_precision, bucket_cap_mb, partition
@@ -103,7 +101,6 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         self.retired = False
         self._has_warned = False
         self._sent: list[BucketShard] = []
-        self._awaited = AwaitedWeights() if overlap_gather and may_be_awaited(run, plugin) else None
         self._twin = ShardTwin(optimizer, run, plugin, keeps_parameters=self._keeps_parameters)
         self.shards = self._twin.shards
         overlap = overlap and (not self._lazy or not self.by_arrival)
@@ -138,7 +135,6 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
 
     def take_over(self) -> None:
         """Applies values that were written to master weights and state by parameter (:meth:`state_pieces`)."""
-        self.wait_for_weights()
         self._twin.take_over()
 
     @property
@@ -181,7 +177,6 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
     def admit(self, records: list[ParameterRecord]) -> list[Bucket]:
         """Shards parameters that begin to train, and returns their buckets. Until then parameters have no master
         weights, and state that was loaded for them is unsharded."""
-        self.wait_for_weights()
         shards = self._build(records)
         self._twin.add(shards)
         if not self._lazy:  # the weights were copied to new memory
@@ -284,7 +279,6 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
                 fix="step the other one, or use one optimizer and change its options or its state",
             )
         self._warn_inside_no_sync()
-        self.wait_for_weights()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -359,28 +353,18 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
 
     def take_user_weights(self) -> None:
         """Takes weights that the loop has assigned or written to, before a checkpoint is written. Collective."""
-        self.wait_for_weights()
         for shard in self.shards:
             shard.before_save()
 
     def gather_weights(self) -> None:
-        """Gathers the updated weights on every rank; with ``overlap_gather``, starts to."""
+        """Gathers the updated weights on every rank."""
         self.take_over()
-        if self._awaited is not None:
-            self._awaited.start(self.shards, self._models)
-            return
         for finish in [shard.send_weights() for shard in self.shards]:
             finish()
-
-    def wait_for_weights(self) -> None:
-        """Waits for weights that are being gathered."""
-        if self._awaited is not None:
-            self._awaited.wait_for_all()
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def state_pieces(self) -> list[StatePiece]:
         """Returns this rank's state, one :class:`StatePiece` for each shard of a parameter of the original model."""
-        self.wait_for_weights()  # a checkpoint writes to parameters too
         return self._twin.state_pieces(masters=self.saves_masters)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -403,7 +387,6 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
             self.reload_masters()
             return
         self.gather_weights()
-        self.wait_for_weights()
 
     def reload_masters(self) -> None:
         """Sets the master weights from the model's weights, after these were changed."""
@@ -450,23 +433,12 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
     def close(self) -> None:
         """Removes the hooks of backward passes, and drops gradients, which cannot be gathered afterwards."""
         self._watcher.close()
-        if self._awaited is not None:
-            self._awaited.close()
         for shard in self.shards:
             shard.drop_gradients()
 
 
-def _check_device(run: Run, plugin: str, *, partition: str, overlap_gather: bool) -> None:
-    if not run.backend.is_lazy:
-        return
-    if overlap_gather:
-        raise PlanError(
-            "Weights cannot be gathered while the next step begins.",
-            where=f"plugin {plugin!r}, overlap_gather=True, backend {run.backend.name!r}",
-            why="this device compiles a step into one graph, which the compiler orders",
-            fix="leave overlap_gather out",
-        )
-    if partition == "parameters":
+def _check_device(run: Run, plugin: str, *, partition: str) -> None:
+    if run.backend.is_lazy and partition == "parameters":
         raise PlanError(
             "Ranks that hold different parameters run different graphs.",
             where=f"plugin {plugin!r}, partition='parameters', backend {run.backend.name!r}",

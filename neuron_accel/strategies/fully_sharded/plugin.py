@@ -92,13 +92,6 @@ class FullyShardedPlugin(Zero1Plugin):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.overlap_gather:
-            raise ConfigurationError(
-                "overlap_gather is an option of ZeRO-1.",
-                where="plugin 'fully_sharded'",
-                why="fully sharded parameters are gathered for the forward pass in any case",
-                fix="leave it out; `prefetch` says how far ahead units are gathered",
-            )
         check(self.reshard_after_forward, self.hybrid_shard_size, "plugin 'fully_sharded'")
         if not self.modules or not all((self.modules,) if isinstance(self.modules, str) else self.modules):
             raise ConfigurationError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -56,14 +57,6 @@ class Zero1Plugin(StrategyPlugin):
             Without them, a resumed run starts from the rounded parameters.
         overlap: whether buckets are reduced while the backward pass still runs, or all at its end. Those of several
             optimizers are reduced at its end, since ranks could complete them in different orders.
-        overlap_gather: whether a step returns while weights are still being gathered. The next forward pass waits for
-            those of a block (an entry of a ``ModuleList`` or ``Sequential``) where it begins, so that gathering
-            overlaps whatever comes before it. Reads through the model (``model.parameters()``, ``state_dict()``,
-            ``layer.weight``) and through the accelerator wait for what they read. A list of parameters that the loop
-            has kept from before the step must not be read before the next forward pass. Weights are gathered at the end
-            of the step if the model is compiled, in a pipeline, and beside plugins that do not provide
-            ``"weights-in-passes"``: those that compare replicas, and others that may read weights between passes. Not
-            on devices that compile a step.
         broadcast_buffers: whether buffers that change in training (running statistics) are broadcast from the first
             rank after every step, as in DistributedDataParallel; else each rank keeps its own.
     """
@@ -73,6 +66,10 @@ class Zero1Plugin(StrategyPlugin):
         phase=Phase.OPTIMIZER,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
     )
+
+    removed_options: ClassVar[Mapping[str, str]] = {
+        "overlap_gather": "FullyShardedPlugin(reshard_after_forward=False) gathers a block while others compute",
+    }
 
     title: ClassVar[str] = "ZeRO-1"
     """Name of the strategy in messages."""
@@ -85,7 +82,6 @@ class Zero1Plugin(StrategyPlugin):
     partition: Literal["even", "parameters"] = "even"
     save_master_weights: bool = True
     overlap: bool = True
-    overlap_gather: bool = False
     broadcast_buffers: bool = True
 
     def sharded_over_replicas(self) -> frozenset[str]:
@@ -156,7 +152,7 @@ class Zero1Plugin(StrategyPlugin):
     def optimizer_options(self) -> dict[str, Any]:
         """The arguments of :class:`ShardedOptimizer` that are options of this plugin, its name and title."""
         names = ("optimizer_dtype", "max_norm", "use_grad_acc_hook", "higher_cc_precision", "bucket_cap_mb")
-        more = ("partition", "save_master_weights", "overlap", "overlap_gather")
+        more = ("partition", "save_master_weights", "overlap")
         return {"plugin": self.spec.name, **{name: getattr(self, name) for name in ("title", *names, *more)}}
 
     def after_backward(self, run: Run) -> None:
@@ -177,7 +173,7 @@ class Zero1Plugin(StrategyPlugin):
             buffers.after_step()
 
     def before_save(self, run: Run) -> None:
-        """Waits for weights that are being gathered, and takes those that the loop has written."""
+        """Takes weights that the loop has written."""
         for optimizer in self._optimizers(run):
             optimizer.take_user_weights()
 

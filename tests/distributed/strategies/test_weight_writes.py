@@ -38,7 +38,6 @@ WRITES = {
 COMPOSITIONS = {
     "zero1": ["zero1"],
     "zero1, parameters": [{"zero1": {"partition": "parameters"}}],
-    "zero1, overlap_gather": [{"zero1": {"overlap_gather": True}}],
     "data parallel": [],
 }
 

@@ -134,3 +134,12 @@ def test_a_weight_of_another_shape_is_an_error(plugin, shape):
             optimizer.step()
     finally:
         accelerator.free_memory()
+
+
+def test_an_option_that_is_gone_names_the_way_round():
+    for make in (
+        lambda: Zero1Plugin(overlap_gather=True),
+        lambda: NeuronAccelerator(config={"plugins": [{"zero1": {"overlap_gather": True}}]}),
+    ):
+        with pytest.raises(ConfigurationError, match=r"FullyShardedPlugin\(reshard_after_forward=False\)"):
+            make()

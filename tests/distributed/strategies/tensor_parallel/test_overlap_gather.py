@@ -267,7 +267,7 @@ COMPOSITIONS = {
     "recomputes": (2, [TP2, OVERLAPPING, RECOMPUTE], 2),
     "recomputes-attention": (2, [TP2, OVERLAPPING, {RECOMPUTE: {"modules": "attention"}}], 1),
     "recomputes-scores": (2, [TP2, OVERLAPPING, {RECOMPUTE: {"modules": "core_attention"}}], 1),
-    "dp2-zero1-recomputes": (4, [TP2, OVERLAPPING, RECOMPUTE, {"zero1": {"overlap_gather": True}}], 2),
+    "dp2-zero1-recomputes": (4, [TP2, OVERLAPPING, RECOMPUTE, "zero1"], 2),
     "dp2-fully-sharded": (4, [TP2, OVERLAPPING, "fully_sharded"], 1),
     "pp2-recomputes": (4, [TP2, OVERLAPPING, RECOMPUTE, pipeline()], 1),
     "pp2-zero-bubble": (4, [TP2, OVERLAPPING, RECOMPUTE, pipeline(schedule="zero-bubble")], 1),

@@ -221,7 +221,6 @@ def test_optimizers_of_full_parameters_receive_them_under_tensor_parallelism_alo
     [
         {"use_grad_acc_hook": True},
         {"overlap": False},
-        {"overlap_gather": True},
         {"higher_cc_precision": True},
         {"bucket_cap_mb": 0.001},
         {"partition": "parameters"},
