@@ -152,8 +152,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned on this process, or a full state."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        is_full = self._is_sharded() and not isinstance(state_dict, _ShardOfState) and "pieces" not in state_dict
-        if is_full or any(isinstance(key, str) for key in keys):
+        is_part = isinstance(state_dict, _ShardOfState) or "pieces" in state_dict
+        if not is_part and (self._is_sharded() or any(isinstance(key, str) for key in keys)):
             from neuron_accel.checkpoint.state.full_state import load_full_optimizer_state
 
             load_full_optimizer_state(self.optimizer, state_dict, self._run)

@@ -156,11 +156,11 @@ def full_optimizer_state(optimizer: Any, run: Run) -> dict[str, Any]:
     for options in optimizer.param_groups:
         records = [record for p in options["params"] if (record := run.find_parameter(p)) is not None]
         for record in records:
-            state[record.fqn] = _full_entries(
+            state[run.name_of(record)] = _full_entries(
                 record, sorted(parts.get(_place(record, run), ()), key=itemgetter(0)), run
             )
         plain = {name: value for name, value in options.items() if name not in ("params", "param_names")}
-        groups.append({**plain, "params": [record.fqn for record in records]})
+        groups.append({**plain, "params": [run.name_of(record) for record in records]})
     for others, of_stage in run.backend.all_gather_object((groups, state), stage_group(run)):
         state = {**of_stage, **state}
         for mine, other in zip(groups, others, strict=True):
@@ -169,7 +169,7 @@ def full_optimizer_state(optimizer: Any, run: Run) -> dict[str, Any]:
 
 
 def _place(record: ParameterRecord, run: Run) -> tuple[Any, ...]:
-    return record.fqn, *(run.coordinates[axis] for axis in record.layout.axes)
+    return run.name_of(record), *(run.coordinates[axis] for axis in record.layout.axes)
 
 
 def _full_entries(record: ParameterRecord, parts: list[tuple[int, int, dict[str, Any]]], run: Run) -> dict[str, Any]:
@@ -197,7 +197,9 @@ def load_full_optimizer_state(optimizer: Any, state: dict[str, Any], run: Run) -
     from neuron_accel.checkpoint.state.snapshot import pieces_of
 
     groups, saved = optimizer.param_groups, state["param_groups"]
-    names = [[record.fqn for p in g["params"] if (record := run.find_parameter(p)) is not None] for g in groups]
+    names = [
+        [run.name_of(record) for p in g["params"] if (record := run.find_parameter(p)) is not None] for g in groups
+    ]
     given = [list(group["params"]) for group in saved]
     by_name = all(isinstance(key, str) for keys in given for key in keys)
     if len(saved) != len(groups) or any(
@@ -216,7 +218,7 @@ def load_full_optimizer_state(optimizer: Any, state: dict[str, Any], run: Run) -
         for mine, key in zip(*pair, strict=not by_name)
     }
     for piece in pieces_of(optimizer, run):
-        entries = state["state"].get(key_of[piece.record.fqn])
+        entries = state["state"].get(key_of[run.name_of(piece.record)])
         piece.drop_state(optimizer)
         new = piece.new_state(optimizer) if entries else {}
         options, layout = groups[piece.group], piece.record.layout

@@ -358,6 +358,12 @@ class Run:
                 return record
         return None
 
+    def name_of(self, record: ParameterRecord) -> str:
+        """Returns the FQN of a parameter, behind the number of its model if an earlier model has one of that name."""
+        maps = self.parameter_maps
+        number = next(i for i, m in enumerate(maps) if record.fqn in m and m[record.fqn] is record)
+        return f"{number}.{record.fqn}" if any(record.fqn in earlier for earlier in maps[:number]) else record.fqn
+
     @property
     def parameter_maps(self) -> list[ParameterMap]:
         """The parameters of every prepared model, and those that only an optimizer holds."""

@@ -238,11 +238,6 @@ class LazyShard(BucketShard):
         return parts
 
     # ---- updates ---------------------------------------------------------------------------------------------------
-    def split_by(
-        self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
-    ) -> dict[torch.Tensor, list[nn.Parameter]]:
-        return self._split_masters({m: [kinds[p.span.parameter] for p in m.pieces] for m in self.masters}, state)
-
     def _split_masters(
         self,
         kinds: Mapping[FlatMaster, Sequence[Hashable]],
@@ -264,7 +259,8 @@ class LazyShard(BucketShard):
     def before_update(
         self, state: MutableMapping[torch.Tensor, dict[str, Any]], *, by_gradients: bool
     ) -> dict[torch.Tensor, list[nn.Parameter]]:
-        replaced = self.split_by(dict(enumerate(self.used_anywhere)), state) if by_gradients else {}
+        kinds = {m: [self.used_anywhere[piece.span.parameter] for piece in m.pieces] for m in self.masters}
+        replaced = self._split_masters(kinds, state) if by_gradients else {}
         for master in self.masters:
             is_used = self._gradient is not None and self.used_anywhere[master.pieces[0].span.parameter]
             master.value.grad = self._at(master.pieces, self._gradient) if is_used else None  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from neuron_accel.engine.optim.state import StateByParameter, StatePiece
 from neuron_accel.engine.shards.build import ShardBuilder
 from neuron_accel.engine.shards.shard import BucketShard
 from neuron_accel.engine.shards.shard_twin import ShardTwin
-from neuron_accel.engine.shards.state_dict import load_state, state_with_places
+from neuron_accel.engine.shards.state_dict import load_state_of_rank, state_of_rank
 from neuron_accel.errors import ParameterError, PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -372,7 +372,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         weights if they are separate from the parameters."""
         self.take_over()
         self._sync_user_weights()
-        return state_with_places(self._twin, masters=self.saves_masters)
+        return state_of_rank(self._twin, masters=self.saves_masters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of :meth:`state_dict` on the same rank of the same mesh. If it has no master weights, they
@@ -383,7 +383,7 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         """
         self.take_over()
         self._sync_user_weights()
-        if not load_state(self._twin, state_dict):
+        if not load_state_of_rank(self._twin, state_dict):
             self.reload_masters()
             return
         self.gather_weights()

@@ -10,7 +10,7 @@ devices that run one compiled graph on all ranks. ``parameter.grad`` is a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import gt
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -140,25 +140,19 @@ class BucketShard(ABC):
     joins: ClassVar[bool] = False
     """Whether updated tensors consist of several parameter shards, so that :meth:`before_update` may split them."""
 
-    def split_by(
-        self, kinds: Mapping[int, Hashable], state: MutableMapping[torch.Tensor, dict[str, Any]]
+    def before_update(
+        self, state: MutableMapping[torch.Tensor, dict[str, Any]], *, by_gradients: bool
     ) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """Splits updated tensors whose parameters are of different kinds.
+        """Called before the optimizer's step, or another method.
 
         Args:
-            kinds: the kind of each parameter, by its index.
-            state: the optimizer's state, which is split too.
+            state: the optimizer's state.
+            by_gradients: whether gradients are used. Updated tensors are split of which only some parameters have one,
+                and so is their state.
 
         Returns:
             The tensors that are no longer updated, each with those that are updated instead.
         """
-        return {}
-
-    def before_update(
-        self, state: MutableMapping[torch.Tensor, dict[str, Any]], *, by_gradients: bool
-    ) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """Called before the optimizer's step, or another method. If that uses gradients, splits updated tensors of
-        which only some parameters have one. Arguments and result are otherwise as for :meth:`split_by`."""
         return {}
 
     def after_update(self) -> None:  # noqa: B027  # only shards that join need it
@@ -170,7 +164,7 @@ class BucketShard(ABC):
         return state
 
     def close(self, state: MutableMapping[torch.Tensor, dict[str, Any]]) -> dict[torch.Tensor, list[nn.Parameter]]:
-        """Applies values that were written since :meth:`open`. Returns the same as :meth:`split_by`."""
+        """Applies values that were written since :meth:`open`. Returns the same as :meth:`before_update`."""
         return {}
 
     # ---- weights -----------------------------------------------------------------------------------------------------

@@ -105,7 +105,8 @@ def kept_precision(plugins):
         optimizer.step()
         optimizer.zero_grad()
         model.weight.data[0] = 0.5
-    return model.weight.detach().clone(), optimizer.optimizer.state_dict()["master_weights"]
+    masters = optimizer.optimizer.state_dict()["master_weights"]
+    return model.weight.detach().clone(), list(masters.values())
 
 
 def test_weights_that_were_not_written_keep_their_masters():
@@ -129,7 +130,8 @@ def saved_after_a_write(folder):
     model.weight.data.fill_(2.0)
     optimizer.optimizer.take_user_weights()
     accelerator.load_state(folder)
-    return optimizer.optimizer.state_dict()["master_weights"][0].unique().tolist(), model.weight[0, 0].item()
+    masters = optimizer.optimizer.state_dict()["master_weights"]
+    return masters["weight"].unique().tolist(), model.weight[0, 0].item()
 
 
 def test_a_checkpoint_has_the_masters_of_written_weights(tmp_path):
