@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders and files at URLs such as ``s3://bucket/runs``, through fsspec.
 
-An object store has neither folders nor renames: a file is an object, which is written as a whole or not at all, and a
+An object store has neither folders nor renames: a file is an object, which is written completely or not at all, and a
 folder is the common prefix of its objects. :class:`RemotePath` has the methods of :class:`pathlib.Path` that this
 package uses, with these differences: an object appears only when all of its bytes are written, and every error but that
 a file does not exist is a CheckpointError, since each store has exceptions of its own.
@@ -265,7 +265,7 @@ class RemotePath:
             self.put(bytes(start))
             return
         with self._explained("written"):
-            # Without `autocommit` the store completes the upload when told to, not whenever the file is closed.
+            # Without `autocommit` the store completes the upload on request, not whenever the file is closed.
             file = self.store.open(self._key, "wb", autocommit=False)
             try:
                 file.write(start)

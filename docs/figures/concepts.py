@@ -342,7 +342,7 @@ def step() -> Picture:
                         end=True,
                     )
                 else:
-                    # Beside the boxes, one group on each side, and back into them.
+                    # Beside the blocks, one group on each side, and back into them.
                     y0, y1 = top + first * 70 + high / 2, top + last * 70 + high / 2
                     edge, offset = (x - 1, -9) if group == made.groups(axis)[0] else (x + wide + 1, 9)
                     picture.path(f"M{edge + offset} {y0 + 14} V{y1 - 14}", PAPER, weight=5)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsing the command line: help that fits the terminal, and error messages with the most similar option.
 
-For an unknown option of a subcommand argparse prints the usage of the whole program; :class:`Parser` prints that of the
+For an unknown option of a subcommand argparse prints the usage of the program; :class:`Parser` prints that of the
 subcommand.
 """
 

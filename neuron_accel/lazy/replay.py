@@ -103,8 +103,8 @@ def _overwrites(recording: Recording, call: Call) -> bool:
     if len(call.written) != 1 or not isinstance(target, View) or call.function is None:
         return False
     schema = getattr(call.function, "_schema", None)  # an initialisation has none, and overwrites the tensor
-    whole = math.prod(target.size) * target.dtype.itemsize == recording.size_of(target.memory)
-    return whole and (schema is None or schema.name in _OVERWRITE)
+    is_full = math.prod(target.size) * target.dtype.itemsize == recording.size_of(target.memory)
+    return is_full and (schema is None or schema.name in _OVERWRITE)
 
 
 class _Replay:

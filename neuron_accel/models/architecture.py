@@ -146,9 +146,9 @@ class Architecture:
         """FQNs of all modules and parameters that have a style, and of the modules that contain them."""
         result: set[str] = set()
         for pattern in self.plan.styles:
-            holder, _, name = pattern.rpartition(".")
+            parent, _, name = pattern.rpartition(".")
             found = [fqn for fqn, _ in self.find(pattern)]
-            found += [fqn for fqn, module in self.find(holder) if name in module._parameters]
+            found += [fqn for fqn, module in self.find(parent) if name in module._parameters]
             for fqn in found:
                 while fqn and fqn not in result:
                     result.add(fqn)

@@ -151,8 +151,8 @@ class Resize:
         resized: dict[str, nn.Module] = {}
         error = None
         try:
-            for holder, name, _, table in tied:
-                holder.register_parameter(name, table)
+            for parent, name, _, table in tied:
+                parent.register_parameter(name, table)
             for fqn, plain in plain_layers.items():
                 if standing[fqn] is None:
                     raise UnsupportedModelError(
@@ -168,8 +168,8 @@ class Resize:
             for fqn, module in standing.items():
                 if module is not None:
                     self._model.set_submodule(fqn, module)
-            for holder, name, parameter, _ in tied:
-                holder.register_parameter(name, parameter)
+            for parent, name, parameter, _ in tied:
+                parent.register_parameter(name, parameter)
         failures = self._run.backend.all_gather_object(None if error is None else repr(error), self._run.world)
         if error is not None:
             raise error
@@ -181,8 +181,8 @@ class Resize:
     def _slots(self, record: ParameterRecord) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         """Yields other modules of this rank that have the parameter of a table, and its name there."""
         tables = {table.fqn for table in self._tables}
-        for holder, _, name in (fqn.rpartition(".") for fqn in record.names):
-            module = None if holder in tables else _child(self._model, holder)
+        for parent, _, name in (fqn.rpartition(".") for fqn in record.names):
+            module = None if parent in tables else _child(self._model, parent)
             if module is not None and name in module._parameters:
                 yield module, name, getattr(module, name)
 

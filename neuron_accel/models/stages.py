@@ -58,9 +58,9 @@ class Stack:
         if container is None:
             container, first, last = _planned(model)
         modules = dict(model.named_modules())
-        holder = modules.get(container)
-        if not isinstance(holder, (nn.ModuleList, nn.Sequential)) or not len(holder):
-            kind = type(holder).__name__ if holder is not None else "nothing"
+        parent = modules.get(container)
+        if not isinstance(parent, (nn.ModuleList, nn.Sequential)) or not len(parent):
+            kind = type(parent).__name__ if parent is not None else "nothing"
             raise UnsupportedModelError(
                 f"{container!r} in {type(model).__name__} is {kind}, not a list of blocks.",
                 why="stages are cut between the children of an nn.ModuleList or nn.Sequential",
@@ -75,7 +75,7 @@ class Stack:
                 is_before = fqn in first if fqn in first or fqn in last else is_before
                 (before if is_before else following).append(fqn)
             after = [*following, *after]
-        return cls(container=container, blocks=len(holder), before=tuple(before), after=tuple(after))
+        return cls(container=container, blocks=len(parent), before=tuple(before), after=tuple(after))
 
     @staticmethod
     def container_of(model: nn.Module, cuts: Iterable[str]) -> tuple[str, tuple[int, ...]]:

@@ -250,12 +250,12 @@ class _Translation:
 
     def _beside_experts(self, pattern: str, style: str | None) -> Style:
         """Returns the style of a router, or of a shared expert, whose output is added to that of the others."""
-        *_, holder, leaf = pattern.split(".")
+        *_, parent, leaf = pattern.split(".")
         if style in _COLWISE or (style is None and leaf in ("gate_proj", "up_proj")):
             return colwise()
         if style in _ROWWISE or (style is None and leaf == "down_proj"):
             return partial()
-        if holder.startswith("shared_expert") or style is not None:
+        if parent.startswith("shared_expert") or style is not None:
             raise self._unsupported(f"There is no rule to shard {pattern!r}.", "it has no style")
         return shared()
 
@@ -287,8 +287,8 @@ class _Translation:
 
     def _linear_attention(self) -> dict[str, DeltaForm]:
         """Returns regions of linear attention, and their forms."""
-        holders = {name.rpartition(".")[0] for name in self._modules if name.endswith(".conv1d")}
-        forms = {name: delta_form(self._modules[name], self._config) for name in sorted(holders)}
+        parents = {name.rpartition(".")[0] for name in self._modules if name.endswith(".conv1d")}
+        forms = {name: delta_form(self._modules[name], self._config) for name in sorted(parents)}
         return self._by_pattern({name: form for name, form in forms.items() if form is not None})
 
     def _by_pattern(self, found: dict[str, T]) -> dict[str, T]:

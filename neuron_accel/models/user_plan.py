@@ -40,9 +40,9 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], degree: int) -> dict[st
     blocks: dict[str, nn.Module] = {}
     for pattern, style in plan.items():
         if style == "per_rank":
-            holder, _, attribute = pattern.rpartition(".")
-            counts[pattern] = _count(model, holder, attribute, degree)
-            per_rank.setdefault(holder, {})[attribute] = pattern
+            parent, _, attribute = pattern.rpartition(".")
+            counts[pattern] = _count(model, parent, attribute, degree)
+            per_rank.setdefault(parent, {})[attribute] = pattern
         elif style == BLOCK:
             blocks |= _blocks(model, pattern)
         else:
@@ -98,20 +98,20 @@ def _style(pattern: str, style: str) -> Style:
     )
 
 
-def _count(model: nn.Module, holder: str, attribute: str, degree: int) -> int:
+def _count(model: nn.Module, parent: str, attribute: str, degree: int) -> int:
     found: set[Any] = {
-        getattr(module, attribute, None) for name, module in model.named_modules() if matches_fqn(holder, name)
+        getattr(module, attribute, None) for name, module in model.named_modules() if matches_fqn(parent, name)
     }
     if len(found) != 1 or not all(isinstance(value, int) for value in found):
         raise UnsupportedModelError(
-            f"'{holder}.{attribute}' is {', '.join(map(str, found)) or 'missing'} in {type(model).__name__}.",
+            f"'{parent}.{attribute}' is {', '.join(map(str, found)) or 'missing'} in {type(model).__name__}.",
             where="tensor_parallel_plan of plugin tensor_parallel",
             why="'per_rank' is for an integer attribute with the same value in all modules that the pattern matches",
         )
     count = found.pop()
     if count % degree:
         raise LayoutError(
-            f"'{holder}.{attribute}' = {count} is not divisible by {degree}.",
+            f"'{parent}.{attribute}' = {count} is not divisible by {degree}.",
             where=f"{type(model).__name__} with tensor_parallel_size={degree}",
             fix="choose a tensor_parallel_size that divides it",
         )

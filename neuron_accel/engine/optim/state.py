@@ -30,8 +30,8 @@ def held_optimizers(optimizer: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     known = {id(optimizer)}
 
-    def search(holder: Any, path: str) -> None:
-        for name, value in _entries(vars(holder), path):
+    def search(owner: Any, path: str) -> None:
+        for name, value in _entries(vars(owner), path):
             if _is_optimizer(value) and id(value) not in known:
                 known.add(id(value))
                 found[name] = value

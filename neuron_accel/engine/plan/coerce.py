@@ -109,15 +109,15 @@ def field_type(cls: type, f: dataclasses.Field) -> Any:
     if not isinstance(f.type, str):
         return f.type
     owner = next(base for base in cls.__mro__ if f.name in inspect.get_annotations(base))
-    holder = types.SimpleNamespace(__annotations__={f.name: f.type})
+    annotated = types.SimpleNamespace(__annotations__={f.name: f.type})
     try:
         names = dict(vars(sys.modules[owner.__module__]))
         try:
-            return typing.get_type_hints(holder, dict(vars(owner)), names)[f.name]
+            return typing.get_type_hints(annotated, dict(vars(owner)), names)[f.name]
         except NameError:
             import torch
 
-            return typing.get_type_hints(holder, dict(vars(owner)), names | {"torch": torch})[f.name]
+            return typing.get_type_hints(annotated, dict(vars(owner)), names | {"torch": torch})[f.name]
     except Exception as error:
         raise PluginError(
             f"The type {f.type!r} of option {f.name!r} is not known at run time.",

@@ -188,7 +188,7 @@ class Layout:
         return any(cut.local_size * cut.parts != cut.size for cut in self.cuts)
 
     def pieces(self, coordinates: Mapping[str, int]) -> tuple[Piece, ...]:
-        """Returns the boxes that the rank at ``coordinates`` (axis to index) holds."""
+        """Returns the slices that the rank at ``coordinates`` (axis to index) holds."""
         per_dim: list[Sequence[Segment]] = [
             (Segment(start=0, stop=size, local_start=0),) if size else () for size in self.shape
         ]
