@@ -1,4 +1,5 @@
-"""Measured numbers have one source, the tables of docs/performance.md; pages that repeat them name the table.
+"""Measured numbers have one source, the tables of docs/performance.md and benchmarks/measurements.md; pages that repeat
+them name the table.
 
 A repeated number is between two comments: ``<!-- HEADING: COLUMN -->1.10 to 1.20<!-- -->`` is the range of the medians
 in this column of the first table under the heading, ``HEADING, WORD: COLUMN`` of the table whose head has this word.
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PERFORMANCE = ROOT / "docs" / "performance.md"
+MEASURED = (ROOT / "docs/performance.md", ROOT / "benchmarks/measurements.md")
 FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "plugins/*/README.md")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
 MARK = re.compile(r"<!-- ([^:>]+): ([^>]+?) -->([^<]*)<!-- -->")
@@ -24,7 +25,8 @@ OTHERS = [page for page in PAGES if page.name not in MEASURED_THERE]
 
 def tables(heading: str) -> list[list[list[str]]]:
     """The tables of a section, as rows of cells; the first row is the head."""
-    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PERFORMANCE.read_text(), re.M | re.DOTALL)
+    text = "\n".join(page.read_text() for page in MEASURED)
+    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^##? |\Z)", text, re.M | re.DOTALL)
     found: list[list[list[str]]] = [[]]
     for line in section.splitlines():
         if line.startswith("|"):
