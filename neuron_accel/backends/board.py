@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from neuron_accel.backends.group import reported
@@ -25,6 +26,15 @@ class Board(ABC):
     def get(self, key: str) -> bytes | None:
         """Returns the note stored under ``key``, or None if there is none yet."""
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Returns the notes stored under ``keys``, or None for each that there is not yet."""
+        return [self.get(key) for key in keys]
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Adds ``amount`` to a number, which is 0 at first, and returns the sum. No two ranks get the same sum of
+        positive amounts. :meth:`get` returns the number in decimal digits."""
+
 
 class LocalBoard(Board):
     """A board for ranks that are threads of one process, or for a single rank."""
@@ -40,6 +50,12 @@ class LocalBoard(Board):
     def get(self, key: str) -> bytes | None:
         with self._lock:
             return self._notes.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            number = int(self._notes.get(key, b"0")) + amount
+            self._notes[key] = b"%d" % number
+            return number
 
 
 class StoreBoard(Board):
@@ -68,3 +84,18 @@ class StoreBoard(Board):
     def get(self, key: str) -> bytes | None:
         with reported("a note between ranks", f"note {key!r}"):
             return self._store.get(key) if self._store.check([key]) else None
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See :meth:`Board.get_all`. Two requests to the store if it has all notes; a few more for each that is
+        missing, for which it would wait."""
+        if len(keys) < 2:
+            return [self.get(key) for key in keys]
+        with reported("a note between ranks", f"{len(keys)} notes from {keys[0]!r} on"):
+            if self._store.check(list(keys)):
+                return list(self._store.multi_get(list(keys)))
+        half = len(keys) // 2
+        return self.get_all(keys[:half]) + self.get_all(keys[half:])
+
+    def add(self, key: str, amount: int) -> int:
+        with reported("a note between ranks", f"number {key!r}"):
+            return self._store.add(key, amount)

@@ -292,11 +292,11 @@ def launch(plan: LaunchPlan) -> int:
         return 128 + outcome.signal
     if outcome.end is not None:
         if any(-failure.exit_code not in (signal.SIGTERM, signal.SIGKILL) for failure in outcome.failures):
-            _say(f"on this machine {describe(outcome.failures, outcome.successes)}")
+            _say(f"on this machine {describe(outcome.failures, outcome.successes, outcome.reports)}")
         _say(f"the run has ended: {outcome.end.what}")
         return outcome.end.code
     if outcome.failures:
-        _say(describe(outcome.failures, outcome.successes))
+        _say(describe(outcome.failures, outcome.successes, outcome.reports))
         return first_failure(outcome.failures).shell_code
     return 0
 

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Proce
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from neuron_accel.engine.plan.restart import RUN
+from neuron_accel.engine.plan.restart import RUN, WAITING_FILE
 from neuron_accel.errors import CommunicationError
 from neuron_accel.launch._rank import ENDED_FILE, STARTED_FILE, STOPPED_FILE
 from neuron_accel.launch.failures import RankFailure, RankSuccess, describe, first_failure, signal_name
@@ -68,13 +68,15 @@ class RankLogs(LogsSpecs):
         self.root, self._notes, self.tee, self.keep_first, self._runtime = root, notes, tee, keep_first, runtime
         self.folders: dict[int, Path] = {}
         self.notes: dict[int, Path] = {}
+        self.shown: set[int] = set()
+        """Ranks whose error output is shown in the terminal."""
         self.start: Start | None = None
         self.are_named = False
         """Whether a message about a failure has named one of the files."""
 
     def begin(self, start: Start) -> None:
         """Forgets the ranks of an earlier start."""
-        self.folders, self.notes, self.start = {}, {}, start
+        self.folders, self.notes, self.shown, self.start = {}, {}, set(), start
 
     @property
     def root_log_dir(self) -> str:
@@ -101,6 +103,8 @@ class RankLogs(LogsSpecs):
             self.folders[rank], self.notes[rank] = folder, notes
             env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = str(notes / ERROR_FILE)
             self._place(destination, local_rank, folder)
+            if self.tee or local_rank == 0:
+                self.shown.add(rank)
         return destination
 
     def _place(self, destination: LogsDest, local_rank: int, folder: Path) -> None:
@@ -113,6 +117,14 @@ class RankLogs(LogsSpecs):
             destination.tee_stdouts[local_rank] = destination.stdouts[local_rank]
             destination.tee_stderrs[local_rank] = destination.stderrs[local_rank]
 
+    def reports(self) -> dict[int, str]:
+        """What ranks have last said of ranks that they wait for."""
+        found = {}
+        for rank, folder in list(self.notes.items()):
+            with contextlib.suppress(OSError):
+                found[rank] = (folder / WAITING_FILE).read_text().rstrip()
+        return found
+
     def stderr_of(self, rank: int) -> Path | None:
         path = self.folders[rank] / "stderr.log"
         return path if path.exists() else None
@@ -120,7 +132,8 @@ class RankLogs(LogsSpecs):
 
 class SilentExits:
     """A context manager that reports ranks of this machine which ended without an error and without reaching the end of
-    the script, while the launch continues: the other ranks may wait for them.
+    the script, while the launch continues: the other ranks may wait for them. Shows what ranks without a terminal say
+    of ranks that they wait for.
 
     Args:
         logs: the folders in which the ranks record their start and end.
@@ -142,7 +155,12 @@ class SilentExits:
 
     def _watch(self) -> None:
         gone: dict[Path, float] = {}
+        told: dict[int, str] = {}
         while not self._over.wait(1.0):
+            for rank, report in self._logs.reports().items():
+                if report and told.get(rank) != report and rank not in self._logs.shown:
+                    print(report, file=sys.stderr, flush=True)
+                told[rank] = report
             for rank, folder in list(self._logs.notes.items()):
                 if folder not in gone and _is_gone(folder):
                     gone[folder] = time.monotonic()
@@ -179,6 +197,7 @@ class Outcome:
     end: End | None = None
     failures: Sequence[RankFailure] = ()
     successes: Sequence[RankSuccess] = ()
+    reports: Sequence[str] = ()
     log_dir: Path | None = None
 
 
@@ -286,7 +305,10 @@ class Launch:
                     break
                 if self.end is None:
                     restarts += 1
-                    print(f"neuron-accel: {describe(outcome.failures, outcome.successes)}", file=sys.stderr)
+                    print(
+                        f"neuron-accel: {describe(outcome.failures, outcome.successes, outcome.reports)}",
+                        file=sys.stderr,
+                    )
                     again = f"restart {restarts} of {self._plan.request.max_restarts}"
                     print(f"neuron-accel: {again}", file=sys.stderr, flush=True)
                     continue
@@ -321,7 +343,8 @@ class Launch:
         logs.are_named = True
         grace = int(request.grace) if ENDS_IN_TIME else AGENT_SECONDS
         failed, successes = result.failures, _successes(result.failures, logs)
-        return Outcome(failures=_failures(failed, logs, grace), successes=successes, log_dir=logs.root)
+        reports = [*logs.reports().values()]
+        return Outcome(failures=_failures(failed, logs, grace), successes=successes, reports=reports, log_dir=logs.root)
 
 
 def _silence_agent() -> None:

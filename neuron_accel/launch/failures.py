@@ -106,11 +106,13 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     return min(suspects, key=lambda failure: failure.raised or 0.0)
 
 
-def describe(failures: Sequence[RankFailure], successes: Sequence[RankSuccess] = ()) -> str:
+def describe(
+    failures: Sequence[RankFailure], successes: Sequence[RankSuccess] = (), reports: Sequence[str] = ()
+) -> str:
     """The message at the end of a failed launch.
 
     It begins with the ranks that had ended with exit code 0 in the middle of the script before the first failure, since
-    the others may have waited for them.
+    the others may have waited for them, and ends with what ranks had reported of ranks that they waited for.
     """
     first = first_failure(failures)
     until = first.raised or first.noticed + TOGETHER_SECONDS
@@ -139,6 +141,7 @@ def describe(failures: Sequence[RankFailure], successes: Sequence[RankSuccess] =
     )
     if ended:
         lines.append(f"  ended as a consequence: rank {', '.join(ended)}")
+    lines.extend(f"  before: {line}" for report in reports for line in report.splitlines())
     return "\n".join(lines)
 
 

@@ -226,8 +226,8 @@ class Run:
     shared_inputs: SharedInputs = field(init=False)
     """Compares inputs and random numbers between the ranks that compute a forward pass together."""
     regularly: list[Callable[[], None]] = field(default_factory=list, init=False)
-    """Functions that a thread calls about once a second, also while the loop waits for other ranks. None is called on
-    one rank, or if the environment disables the watchdog."""
+    """Functions that a thread calls about once a second (with thousands of ranks, every few), also while the loop waits
+    for other ranks. None is called on one rank, or if the environment disables the watchdog."""
     watchers: list[Any] = field(default_factory=list, init=False)
     """The watchers that reduce gradients as they arrive: one for each optimizer or model that owns some."""
 

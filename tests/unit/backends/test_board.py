@@ -17,6 +17,9 @@ def test_a_board_whose_rank_has_ended_says_so():
     board.put("step", b"3")
     assert board.get("step") == b"3"
     assert board.get("other") is None
+    assert [board.add("number", 2), board.add("number", 1), board.get("number")] == [2, 3, b"3"]
+    assert board.get_all(["step", "number"]) == [b"3", b"3"]
+    assert board.get_all(["step", "other", "number", "another"]) == [b"3", None, b"3", None]
     del kept
     with pytest.raises(CommunicationError, match="a note between ranks") as caught:
         board.get("step")

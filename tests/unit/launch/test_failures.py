@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import signal
+import time
 
 import pytest
 
+from neuron_accel.engine.plan.restart import WAITING_FILE
+from neuron_accel.launch.agent import RankLogs, SilentExits
 from neuron_accel.launch.failures import LINES_SHOWN, RankFailure, RankSuccess, describe, first_failure
 
 
@@ -90,3 +93,19 @@ def test_the_error_is_shown_though_the_disk_of_the_logs_was_full(tmp_path):
     (tmp_path / "stderr.log").touch()
     failed = RankFailure(rank=1, exit_code=1, noticed=1.0, stderr=tmp_path / "stderr.log", stack="Traceback\nboom\n")
     assert describe([failed]).splitlines()[-2:] == ["  | Traceback", "  | boom"]
+
+
+def test_what_any_rank_says_of_ranks_that_it_waits_for_is_shown_and_repeated_at_the_end(tmp_path, capfd):
+    logs = RankLogs(tmp_path, tmp_path, tee=False, keep_first=False)
+    logs.notes, logs.shown = {0: tmp_path / "rank_0", 1: tmp_path / "rank_1"}, {0}
+    for rank, folder in logs.notes.items():
+        folder.mkdir()
+        (folder / WAITING_FILE).write_text(f"rank {rank} waits\n  for rank 2\n")
+    said, until = "", time.monotonic() + 60
+    with SilentExits(logs):
+        while "for rank 2" not in said and time.monotonic() < until:
+            time.sleep(0.05)
+            said += capfd.readouterr().err
+    assert said == "rank 1 waits\n  for rank 2\n"
+    report = describe([KILLED], reports=[logs.reports()[1]])
+    assert report.splitlines()[-2:] == ["  before: rank 1 waits", "  before:   for rank 2"]

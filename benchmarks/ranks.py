@@ -1,0 +1,194 @@
+"""What each rank of a large world does, counted in one process, with the product's own code.
+
+Usage: ``python -m benchmarks.ranks [--world 8,64,512,4096] [--alarms N]``. Every rank is an object of this process,
+and the store counts what is asked of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from neuron_accel.backends.board import LocalBoard
+from neuron_accel.loop import watchdog
+from neuron_accel.loop.watchdog import CollectiveWatchdog
+
+WORLDS = (8, 64, 512, 4096)
+
+
+# ---- an alarm --------------------------------------------------------------------------------------------------------
+class CountingBoard(LocalBoard):
+    """A board that counts operations of a store, as :class:`StoreBoard` performs them, for the rank ``of``.
+
+    Args:
+        before: is called before each operation, when another rank may act.
+    """
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        super().__init__()
+        self.of, self.operations, self.before = 0, Counter[int](), before
+        self.looks = Counter[int]()  # at the count of questions
+
+    def _count(self, operations: int = 1) -> None:
+        of = self.of
+        self.before()
+        self.of = of
+        self.operations[of] += operations
+
+    def put(self, key: str, note: bytes) -> None:
+        self._count()
+        super().put(key, note)
+
+    def get(self, key: str) -> bytes | None:
+        self._count(0 if key.endswith("/question") else 2)
+        self.looks[self.of] += 2 if key.endswith("/question") else 0
+        return super().get(key)
+
+    def get_all(self, keys: Any) -> list[bytes | None]:
+        self._count()
+        notes = [LocalBoard.get(self, key) for key in keys]
+        if None not in notes:
+            self._count()
+        elif len(keys) > 1:
+            half = len(keys) // 2
+            return self.get_all(keys[:half]) + self.get_all(keys[half:])
+        return notes
+
+    def add(self, key: str, amount: int) -> int:
+        self._count()
+        return super().add(key, amount)
+
+
+@dataclass
+class Alarm:
+    """One long call of a simulated world.
+
+    Args:
+        operations: of the store, by rank, without looks for a question.
+        looks: operations of the looks for a question, which ranks perform at any time.
+        reports: seconds after the first rank began, and the ranks that were accused.
+    """
+
+    operations: Counter[int] = field(default_factory=Counter)
+    looks: Counter[int] = field(default_factory=Counter)
+    reports: list[tuple[float, list[int]]] = field(default_factory=list)
+
+
+class _Rank(CollectiveWatchdog):
+    """A rank of a simulated world, without a thread."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(SimpleNamespace(rank=rank, world_size=world.size, board=lambda: world.board), "world", 10.0)  # type: ignore[arg-type]
+        self.is_looking, self._world = False, world
+
+    def step(self) -> None:
+        self.is_looking, self._world.board.of = True, self._rank
+        self.look()
+        self.is_looking = False
+
+    def _place(self) -> str:
+        return "train.py:1"
+
+    def _said(self, call: Any, here: list[int], answers: Any) -> str:
+        accused = [rank for rank in range(self._size) if rank not in here]
+        self._world.alarm.reports.append((self._world.now, accused))
+        return ""
+
+
+class World:
+    """Ranks of which each looks at the board about once a tick, at random times. With a probability of ``meddling``
+    another rank looks before an operation on the board, within the look of the first.
+
+    Args:
+        size: number of ranks.
+        seed: of what is random.
+    """
+
+    def __init__(self, size: int, seed: int, meddling: float = 0.05) -> None:
+        self.size, self.now, self._random, self._meddling = size, 0.0, random.Random(seed), meddling
+        self.board, self.alarm = CountingBoard(self._meddle), Alarm()
+        self._silent: set[int] = set()
+        self._ranks: list[_Rank] = []
+        self._ranks += [_Rank(self, rank) for rank in range(size)]
+        self._looks = [(self._random.uniform(0, each.tick), each._rank) for each in self._ranks]
+        heapq.heapify(self._looks)
+
+    def _meddle(self) -> None:
+        if self._ranks and self._random.random() < self._meddling:
+            other = self._random.randrange(self.size)
+            if not self._ranks[other].is_looking and other not in self._silent:
+                self._ranks[other].step()
+
+    def call(
+        self, seconds: float, *, apart: float = 5.0, absent: frozenset[int] = frozenset(), silent: bool = False
+    ) -> Alarm:
+        """Lets all ranks begin the same call, within ``apart`` seconds, and returns what they did for ``seconds``.
+
+        Args:
+            absent: ranks that do not begin it.
+            silent: whether their threads have stopped too.
+        """
+        self.alarm, start = Alarm(), self.now
+        self._silent = set(absent) if silent else set()
+        self.board.operations.clear()
+        self.board.looks.clear()
+        begins = sorted(
+            (start + self._random.uniform(0, apart), rank) for rank in range(self.size) if rank not in absent
+        )
+        event = SimpleNamespace(name="backward")
+        with (
+            mock.patch.object(watchdog, "time", SimpleNamespace(monotonic=lambda: self.now)),
+            mock.patch("builtins.print"),
+        ):
+            while self._looks[0][0] < start + seconds:
+                self.now, rank = self._looks[0]
+                while begins and begins[0][0] <= self.now:
+                    self.now, first = begins.pop(0)
+                    self._ranks[first].begin(event)  # type: ignore[arg-type]
+                self.now, each = self._looks[0][0], self._ranks[rank]
+                if rank not in self._silent:
+                    each.step()
+                pause = each.tick / (2 if each._asking else 1)
+                late = self._random.uniform(0.5, 1.5) if self._random.random() < 0.02 else 0.0
+                heapq.heapreplace(self._looks, (self.now + pause * self._random.uniform(1.0, 1.05) + late, rank))
+            self.now = start + seconds
+            for rank, each in enumerate(self._ranks):
+                if rank not in absent:
+                    each.end(event)  # type: ignore[arg-type]
+        alarm = self.alarm
+        alarm.reports = [(when - start, ranks) for when, ranks in alarm.reports]
+        alarm.operations, alarm.looks = Counter(self.board.operations), Counter(self.board.looks)
+        return alarm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--world", default=",".join(map(str, WORLDS)), help="numbers of ranks")
+    parser.add_argument("--alarms", type=int, default=0, help="so many alarms of worlds of 2 to 12 ranks")
+    options = parser.parse_args()
+    for size in map(int, options.world.split(",")):
+        slow = World(size, 0).call(20.0)
+        counts = slow.operations.values()
+        print(
+            f"{size} ranks, all in a call of 20 s: {sum(counts)} operations, {max(counts)} of one rank, "
+            f"{sum(slow.looks.values()) / 20:.0f} a second for looks, {len(slow.reports)} reports"
+        )
+        stuck = World(size, 0).call(20.0, absent=frozenset([size // 2]))
+        print(f"    one is not: {stuck.reports}")
+    false = 0
+    for seed in range(options.alarms // 4):
+        size = random.Random(seed).randint(2, 12)
+        world = World(size, seed, 0.3)
+        false += sum(len(world.call(20.0, apart=9.0).reports) for _ in range(4))
+    print(options.alarms // 4 * 4, "alarms,", false, "false")
+
+
+if __name__ == "__main__":
+    main()
