@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -399,6 +400,16 @@ class Backend(ABC):
     @communicates
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         """Returns the picklable ``value`` of every rank, in the order of the group."""
+
+    @communicates
+    def gather_object(self, value: Any, group: Group, join: Callable[[Any, Any], Any] | None = None) -> Any:
+        """Returns the picklable ``value`` of every rank on the first rank, and None on the others: a list, in the order
+        of the group, or all joined in pairs, in this order. Where the backend can do that, the work of the other ranks
+        does not grow with the group, or if they ``join`` (which may change its first argument), as its logarithm."""
+        everyone = self.all_gather_object(value, group)
+        if group.index:
+            return None
+        return everyone if join is None else functools.reduce(join, everyone)
 
     @abstractmethod
     @communicates

@@ -7,6 +7,7 @@ Objects are pickled, so ranks trust each other, as stated in SECURITY.md.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from neuron_accel.errors import CommunicationError
 
 LARGEST_OBJECT = 2**31
 """Largest pickled object, in bytes, that a rank accepts from another."""
+
+_SMALL, _OF_GATHERS = 120, (1 << 30) + 1
+"""Bytes of an object in the first message of a gather, and the tag of its messages."""
 
 
 def pack(payload: bytes, size: int) -> torch.Tensor:
@@ -56,10 +60,48 @@ def all_gather(value: Any, group: Any) -> list[Any]:
     data = dump(value)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     group.allgather([lengths], [torch.tensor([len(data)])]).wait()
-    sizes = [_checked(length, rank) for rank, length in enumerate(lengths)]
+    sizes = [_checked(int(length), rank) for rank, length in enumerate(lengths)]
     rows = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
     group.allgather([rows], [pack(data, max(sizes))]).wait()
     return [load(unpack(row, size)) for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather(value: Any, group: Any, join: Callable[[Any, Any], Any] | None = None) -> Any:
+    """Returns the picklable values of all ranks of a gloo process group to its first rank, and None to the others,
+    which do not wait for it: a list, or all joined in pairs, in the order of ranks.
+
+    Raises:
+        CommunicationError: on the receiving rank, if an object is larger than :data:`LARGEST_OBJECT`.
+    """
+    rank, size, distance = group.rank(), group.size(), 1
+    if join is None:
+        return _send(value, 0, group) if rank else [value, *(_receive(other, group) for other in range(1, size))]
+    while distance < size:
+        if rank % (2 * distance):
+            return _send(value, rank - distance, group)
+        if rank + distance < size:
+            value = join(value, _receive(rank + distance, group))
+        distance *= 2
+    return value
+
+
+def _send(value: Any, target: int, group: Any) -> None:
+    """Sends an object: its size and first bytes, which is all of a small one, and the rest."""
+    data = dump(value)
+    group.send([pack(len(data).to_bytes(8, "little") + data[:_SMALL], 8 + _SMALL)], target, _OF_GATHERS).wait()
+    if len(data) > _SMALL:
+        group.send([pack(data[_SMALL:], len(data) - _SMALL)], target, _OF_GATHERS).wait()
+
+
+def _receive(rank: int, group: Any) -> Any:
+    def received(size: int) -> bytes:
+        message = torch.empty(size, dtype=torch.uint8)
+        group.recv([message], rank, _OF_GATHERS).wait()
+        return unpack(message, size)
+
+    first = received(8 + _SMALL)
+    size = _checked(int.from_bytes(first[:8], "little"), rank)
+    return load(first[8 : 8 + size] + (received(size - _SMALL) if size > _SMALL else b""))
 
 
 def broadcast(value: Any, source: int, group: Any) -> Any:
@@ -71,14 +113,13 @@ def broadcast(value: Any, source: int, group: Any) -> Any:
     data = dump(value) if group.rank() == source else b""
     length = torch.tensor([len(data)])
     group.broadcast(length, source).wait()
-    size = _checked(length, source)
+    size = _checked(int(length), source)
     packed = pack(data, size) if data else torch.empty(size, dtype=torch.uint8)
     group.broadcast(packed, source).wait()
     return value if data else load(unpack(packed, size))
 
 
-def _checked(length: torch.Tensor, rank: int) -> int:
-    size = int(length)
+def _checked(size: int, rank: int) -> int:
     if not 0 < size <= LARGEST_OBJECT:
         raise CommunicationError(
             f"Rank {rank} of the group sends an object of {size} bytes; at most {LARGEST_OBJECT} are accepted.",

@@ -399,6 +399,12 @@ class TorchBackend(Backend):
         with self.events.collective("all_gather_object", group), self._reported("all_gather_object", group):
             return payload.all_gather(value, self._host(group))
 
+    def gather_object(self, value: Any, group: Group, join: Callable[[Any, Any], Any] | None = None) -> Any:
+        if group.size == 1:
+            return super().gather_object(value, group, join)
+        with self.events.collective("gather_object", group), self._reported("gather_object", group):
+            return payload.gather(value, self._host(group), join)
+
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
         if group.size == 1:
             return value

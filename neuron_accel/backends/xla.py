@@ -339,6 +339,12 @@ class XlaBackend(Backend):
         with self.events.collective("all_gather_object", group):
             return self._channel.all_gather_object(value, group)
 
+    def gather_object(self, value: Any, group: Group, join: Callable[[Any, Any], Any] | None = None) -> Any:
+        if group.size == 1 or not isinstance(self._channel, ProcessChannel):
+            return super().gather_object(value, group, join)
+        with self.events.collective("gather_object", group):
+            return self._channel.gather_object(value, group, join)
+
     def broadcast_object(self, value: Any, group: Group, source: int = 0) -> Any:
         if group.size == 1:
             return value

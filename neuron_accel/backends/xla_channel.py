@@ -20,6 +20,7 @@ from typing import Any
 from neuron_accel.backends import payload
 from neuron_accel.backends.board import Board, LocalBoard, StoreBoard
 from neuron_accel.backends.group import Group, reported
+from neuron_accel.backends.process_group import connect_on_demand
 from neuron_accel.errors import CommunicationError
 
 COMPILE_TIMEOUT_S = 300.0
@@ -103,6 +104,7 @@ class ProcessChannel(HostChannel):
 
         self._timeout = timeout
         self._owns_default = not dist.is_initialized()
+        connect_on_demand()
         if self._owns_default:
             dist.init_process_group("gloo", timeout=timeout)
         self._world = dist.new_group(backend="gloo", timeout=timeout)
@@ -131,6 +133,11 @@ class ProcessChannel(HostChannel):
     def all_gather_object(self, value: Any, group: Group) -> list[Any]:
         with reported("all_gather_object", f"group {group.name!r} of ranks {list(group.ranks)}"):
             return group.handle.all_gather_object(value)
+
+    def gather_object(self, value: Any, group: Group, join: Callable[[Any, Any], Any] | None) -> Any:
+        """See :meth:`Backend.gather_object`."""
+        with reported("gather_object", f"group {group.name!r} of ranks {list(group.ranks)}"):
+            return group.handle.gather_object(value, join)
 
     def broadcast_object(self, value: Any, group: Group, source: int) -> Any:
         with reported("broadcast_object", f"group {group.name!r} of ranks {list(group.ranks)}"):
@@ -165,6 +172,9 @@ class _HostGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return payload.all_gather(value, self._connected())
+
+    def gather_object(self, value: Any, join: Callable[[Any, Any], Any] | None) -> Any:
+        return payload.gather(value, self._connected(), join)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         return payload.broadcast(value, source, self._connected())

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 SIGNALS = ("SIGTERM", "SIGINT")
 AHEAD = 2
 """How many steps a rank may be ahead of the first one, and after how many steps a run stops."""
-POLL_SECONDS = 0.001
+POLL_SECONDS, LOOKS_A_SECOND = 0.001, 2000
+"""Seconds between two looks of a rank that waits, at first, and how often all of them look together once each has
+looked a few times."""
 
 
 class Interruption:
@@ -130,8 +132,10 @@ class Interruption:
 
     def _follow(self) -> None:
         self._read()
+        pause, longest = POLL_SECONDS, max(0.02, self._run.world.size / LOOKS_A_SECOND)
         while self._first < self._call - self._ahead:
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
             self._read()
 
     def _read(self) -> None:

@@ -207,8 +207,9 @@ class Session:
             return
         atexit.unregister(self._at_exit)
         pending.join_writing()
-        errors = run.backend.all_gather_object(pending.error, run.world)
-        if (failed := next((error for error in errors if error is not None), None)) is not None:
+        errors = run.backend.gather_object(pending.error, run.world) or ()
+        failed = run.backend.broadcast_object(next((e for e in errors if e is not None), None), run.world)
+        if failed is not None:
             pending.give_up(failed)
         pending.join()
         try:

@@ -100,9 +100,9 @@ def capture(training: TrainingObjects) -> Contents:
     run.backend.step_boundary()  # a lazy device computes the tensors that are saved
     items, facts = agreed(run, lambda: _local(training))
     facts["buffers"] = rank_buffers(training)
-    everyone = run.backend.all_gather_object(facts, run.world)
+    everyone = run.backend.gather_object(facts, run.world)
     tensors: dict[str, torch.Tensor] = {}
-    state = agreed(run, lambda: _state(training, everyone, tensors) if run.backend.rank == 0 else {})
+    state = agreed(run, lambda: {} if everyone is None else _state(training, everyone, tensors))
     return Contents(items=items, state=state, tensors=tensors)
 
 
@@ -414,11 +414,11 @@ def rank_buffers(training: TrainingObjects) -> dict[str, torch.Tensor]:
     run = training.run
     mine = {name: value.to("cpu", copy=True) for name, value in _buffers(training).items()}
     sums = {name: checksums_of(bytes(bytes_of(value))) for name, value in mine.items()}
-    first: dict[str, tuple[str, ...]] = {}
-    replica = run.mesh.replica(run.backend.rank)
-    for rank, theirs in enumerate(run.backend.all_gather_object(sums, run.world)):
-        if run.mesh.replica(rank) == replica:
-            first = theirs | first
+    firsts: dict[int, dict[str, tuple[str, ...]]] = {}
+    for rank, theirs in enumerate(run.backend.gather_object(sums, run.world) or ()):
+        replica = run.mesh.replica(rank)
+        firsts[replica] = theirs | firsts.get(replica, {})
+    first = run.backend.broadcast_object(firsts, run.world)[run.mesh.replica(run.backend.rank)]
     return {name: value for name, value in mine.items() if sums[name] != first[name]}
 
 

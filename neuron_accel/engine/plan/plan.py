@@ -268,7 +268,8 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 # ---- Comparing plans between ranks -----------------------------------------------------------------------------------
 def agree_on_plan(decide: Callable[[], Plan], backend: Backend) -> Plan:
-    """Returns this rank's plan if it is equal on all ranks. Collective, also if ``decide`` fails.
+    """Returns this rank's plan if it is equal on all ranks, of which the main process compares the fingerprints.
+    Collective, also if ``decide`` fails.
 
     Args:
         decide: returns this rank's plan.
@@ -282,25 +283,28 @@ def agree_on_plan(decide: Callable[[], Plan], backend: Backend) -> Plan:
     failure: Exception | None = None
     try:
         plan = decide()
-        mine: Any = (plan.to_dict(), None)
+        mine: tuple[str, str | None] = (plan.fingerprint(), None)
     except Exception as error:
-        failure, mine = error, (None, f"{type(error).__name__}: {error}")
+        failure, mine = error, ("", f"{type(error).__name__}: {error}")
     world = backend.new_group([range(backend.world_size)], "world")
-    everyone = backend.all_gather_object(mine, world)
+    everyone = backend.gather_object(mine, world) or []
+    odd = next((rank for rank, (_, message) in enumerate(everyone) if message is not None), None)
+    if odd is None:
+        odd = next((rank for rank, each in enumerate(everyone) if each != everyone[0]), None)
+    odd, message = backend.broadcast_object((odd, None if odd is None else everyone[odd][1]), world)
     if failure is not None:
         raise failure
     assert plan is not None
-    for rank, (_, message) in enumerate(everyone):
-        if message is not None:
-            raise DesyncError(f"Rank {rank} cannot run.", where=f"rank {rank} of {backend.world_size}", why=message)
-    reference = everyone[0][0]
-    for rank, (theirs, _) in enumerate(everyone):
-        parts = [] if theirs is reference else difference(reference, theirs)
-        if parts:
-            raise DesyncError(
-                f"Rank {rank} has another configuration than rank 0.",
-                where="; ".join(f"{p.path}: {p.left!r} on rank 0, {p.right!r} on rank {rank}" for p in parts[:5]),
-                why="ranks that follow different plans wait for each other forever",
-                fix="give every rank the same plugins and options",
-            )
-    return plan
+    if odd is None:
+        return plan
+    if message is not None:
+        raise DesyncError(f"Rank {odd} cannot run.", where=f"rank {odd} of {backend.world_size}", why=message)
+    reference, theirs = (backend.broadcast_object(plan.to_dict(), world, rank) for rank in (0, odd))
+    raise DesyncError(
+        f"Rank {odd} has another configuration than rank 0.",
+        where="; ".join(
+            f"{p.path}: {p.left!r} on rank 0, {p.right!r} on rank {odd}" for p in difference(reference, theirs)[:5]
+        ),
+        why="ranks that follow different plans wait for each other forever",
+        fix="give every rank the same plugins and options",
+    )

@@ -414,8 +414,11 @@ def agreed(run: Run, work: Callable[[], T]) -> T:
     failed = error
     if error is not None and not isinstance(error, NeuronAccelError):  # of another class, which may not be pickled
         failed = NeuronAccelError(f"Rank {run.backend.rank} failed: {error!r}", why="no rank continues if one fails")
-    failures = run.backend.all_gather_object(failed, run.world) if run.world.size > 1 else [failed]
-    first = next((e for e in failures if e is not None), None)
+    first = failed
+    if run.world.size > 1:
+        failures = run.backend.gather_object(failed, run.world)
+        first = next((e for e in failures or () if e is not None), None)
+        first = run.backend.broadcast_object(first, run.world)
     if first is not None:
         raise error if error is not None else first
     return result

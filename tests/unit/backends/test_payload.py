@@ -42,6 +42,39 @@ class Group:
         return Done()
 
 
+class Queue(Group):
+    """A process group of two, in which the messages of the other rank have arrived."""
+
+    def __init__(self, rank, *messages):
+        super().__init__(0)
+        self.messages, self.rank = list(messages), lambda: rank
+
+    def send(self, tensors, target, tag):
+        assert target == 0
+        self.messages.append(tensors[0])
+        return Done()
+
+    def recv(self, tensors, source, tag):
+        tensors[0].copy_(self.messages.pop(0))
+        return Done()
+
+
+@pytest.mark.parametrize("value", [None, "x" * 10**5])
+def test_what_is_gathered_arrives_in_one_message_if_it_is_small(value):
+    group = Queue(1)
+    assert payload.gather(value, group) is None
+    assert len(group.messages) == (1 if value is None else 2)
+    assert payload.gather("mine", Queue(0, *group.messages)) == ["mine", value]
+    joined = payload.gather(["mine"], Queue(0, *group.messages), lambda mine, theirs: [*mine, theirs])
+    assert joined == ["mine", value]
+
+
+def test_a_gathered_object_above_the_limit_is_refused_before_memory_is_allocated():
+    announced = (payload.LARGEST_OBJECT + 1).to_bytes(8, "little")
+    with pytest.raises(CommunicationError, match="Rank 1 of the group sends an object"):
+        payload.gather("mine", Queue(0, payload.pack(announced, 128)))
+
+
 def test_what_fits_arrives():
     data = payload.dump({"a": 1})
     group = Group(len(data), data)
