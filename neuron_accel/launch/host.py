@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,8 @@ def listen(host: str, port: int, *, interface: str | None = None) -> socket.sock
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
+    where = f"{host} is not an address of this machine"
+    print(f"neuron-accel: {where}; its store listens at port {port} of all interfaces", file=sys.stderr, flush=True)
     return socket.create_server(("", port))
 
 
@@ -128,13 +131,15 @@ def interface_towards(host: str) -> str | None:
     return next((name for name, found in every if any(one.address == address for one in found)), "")
 
 
-def must_host(host: str) -> bool:
-    """Whether the store at ``host`` belongs to this machine, but torch would not notice, since the name of this machine
-    does not resolve to that address."""
+def must_host(host: str) -> bool | None:
+    """Whether the store at ``host`` belongs to this machine, where torch would not find out, since the name of this
+    machine resolves to another address or not at all; None where it does."""
     own = {one.address for found in psutil.net_if_addrs().values() for one in found}
     addresses, named = _resolve(host), _resolve(socket.gethostname())
     ours = [address for address in addresses if address in own and not _is_loopback(address)]
-    return host != socket.gethostname() and bool(ours) and not set(addresses) & set(named)
+    if host in ("localhost", socket.gethostname()) or _is_loopback(host) or (named and not ours):
+        return None
+    return bool(ours) if not set(addresses) & set(named) else None
 
 
 def _is_loopback(address: str) -> bool:

@@ -208,8 +208,8 @@ def rendezvous_of(
         configs: dict[str, object] = {"rank": request.node_rank, "timeout": RENDEZVOUS_SECONDS}
     else:
         configs = {"join_timeout": RENDEZVOUS_SECONDS}
-        if must_host(host):
-            configs["is_host"] = True
+        if (is_host := must_host(host)) is not None:
+            configs["is_host"] = is_host
     parameters = RendezvousParameters(
         backend=plan.backend,
         endpoint=plan.endpoint,

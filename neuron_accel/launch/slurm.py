@@ -47,7 +47,11 @@ REQUEUE = """\
 """
 AFTER = """ || status=$?
 # SIGTERM ended it (143: before the time limit, or because the job was preempted), or a machine is lost (75)
-case "${status:-0}" in 143|75) scontrol requeue "$SLURM_JOB_ID" ;; esac
+case "${status:-0}" in
+143|75)
+  if [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then scontrol requeue "$SLURM_JOB_ID"
+  else echo "the job was queued 100 times again, and is not any more; submit it again to continue" >&2; fi ;;
+esac
 exit ${status:-0}"""
 ROOM_SECONDS = 30
 """Time between the end of ``--grace`` and the end of the job."""

@@ -301,11 +301,11 @@ def cluster(tmp_path):
         (tools / name).chmod(0o755)
     record = tmp_path / "record"
 
-    def run(path, ends_with=0):
+    def run(path, ends_with=0, restarts=0):
         record.write_text("")
         job = {"SLURM_JOB_NODELIST": "trn[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "2042"}
         environment = {"PATH": f"{tools}:{os.environ['PATH']}", "RECORD": str(record), **job}
-        environment["FAKE_EXIT"] = str(ends_with)
+        environment |= {"FAKE_EXIT": str(ends_with), "SLURM_RESTART_COUNT": str(restarts)}
         done = subprocess.run([str(path)], env=environment, capture_output=True, text=True)
         assert done.returncode == ends_with, done.stderr
         first, *rest = record.read_text().splitlines()
@@ -364,6 +364,8 @@ def test_a_job_that_sigterm_or_a_lost_machine_ended_is_queued_again(script, tmp_
     for ends_with, queued_again in ((0, False), (1, False), (143, True), (75, True)):
         last = cluster(path, ends_with)[-1]
         assert (last == ["requeue 2042"]) is queued_again
+    assert cluster(path, 75, restarts=99)[-1] == ["requeue 2042"]
+    assert cluster(path, 75, restarts=100)[-1] != ["requeue 2042"]
     assert main(["launch", "--requeue", script]) == 2
     assert "--requeue has no effect without --slurm" in capsys.readouterr().err
 

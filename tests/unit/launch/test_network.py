@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from neuron_accel.cli.main import main
+from neuron_accel.launch import host
 from neuron_accel.launch.network import collect_network
 from neuron_accel.neuron import find_instance
 
@@ -146,3 +148,23 @@ def test_env_runs_the_checks_with_the_option_only(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "network EFA devices" in shown
     assert "all traffic from and to itself" in shown
+
+
+@pytest.mark.parametrize(
+    ("own_name", "store", "expected"),
+    [
+        ("unknown", "here", True),
+        ("unknown", "there", False),  # torch would raise, since it looks up the own name
+        ("unknown", "unknown", None),
+        ("unknown", "127.0.0.1", None),
+        ("other", "here", True),
+        ("here", "here.example", None),
+        ("here", "there", None),
+    ],
+)
+def test_where_the_store_is_where_torch_does_not_find_out(monkeypatch, own_name, store, expected):
+    known = {"here": ["10.0.0.1"], "here.example": ["10.0.0.1"], "there": ["10.0.0.2"], "other": ["10.0.0.3"]}
+    monkeypatch.setattr(host, "_resolve", lambda name: known.get(name, []))
+    monkeypatch.setattr(host.socket, "gethostname", lambda: own_name)
+    monkeypatch.setattr(host.psutil, "net_if_addrs", lambda: {"eth0": [SimpleNamespace(address="10.0.0.1")]})
+    assert host.must_host(store) is expected
