@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import random
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
 from neuron_accel.backends.board import LocalBoard
+from neuron_accel.checkpoint.format.files import checksums_of, number_of_blocks
+from neuron_accel.checkpoint.format.index import INDEX, IndexPart, index_checkpoint
+from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, read_manifest
+from neuron_accel.checkpoint.state import load as load_module
+from neuron_accel.checkpoint.state.save import SaveAttempt
+from neuron_accel.checkpoint.state.snapshot import Item, RankFacts
+from neuron_accel.checkpoint.state.training import Contents
+from neuron_accel.engine.sharding.layout import Layout
+from neuron_accel.engine.shards.partition import even
 from neuron_accel.loop import watchdog
 from neuron_accel.loop.watchdog import CollectiveWatchdog
 
@@ -168,6 +183,135 @@ class World:
         return alarm
 
 
+# ---- a checkpoint ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Shapes of a model like Llama.
+
+    Args:
+        layers, width, inner, keys, words: number of layers, sizes of hidden states and of MLPs, of all keys, and of the
+            vocabulary.
+    """
+
+    layers: int = 80
+    width: int = 8192
+    inner: int = 28672
+    keys: int = 1024
+    words: int = 128256
+
+    def buckets(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        """Returns names and shapes of the parameters that are gathered together."""
+        wide, narrow, inner = (self.width, self.width), (self.keys, self.width), (self.inner, self.width)
+        projections = {"q": wide, "k": narrow, "v": narrow, "o": wide}
+        result = [[("model.embed_tokens.weight", (self.words, self.width))]]
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            result.append([(f"{at}.self_attn.{name}_proj.weight", shape) for name, shape in projections.items()])
+            result[-1] += [(f"{at}.mlp.{name}_proj.weight", inner) for name in ("gate", "up")]
+            result[-1] += [(f"{at}.mlp.down_proj.weight", inner[::-1]), (f"{at}.input_layernorm.weight", wide[:1])]
+            result[-1] += [(f"{at}.post_attention_layernorm.weight", wide[:1])]
+        return [*result, [("model.norm.weight", wide[:1]), ("lm_head.weight", (self.words, self.width))]]
+
+
+_STATES = ("model.0", "optimizer.0.state.exp_avg", "optimizer.0.state.exp_avg_sq", "optimizer.0.master")
+
+
+@dataclass
+class Load:
+    """What one rank of a world does to load its own state again.
+
+    Args:
+        opens, stats, index_bytes, objects: files opened, files whose size was asked for, bytes of manifest and index,
+            and parts of tensors in memory.
+        headers, headers_bytes, chunks: files, bytes and objects of the headers of all files, which would say the same.
+        received: parts of the index that the main process has joined.
+        seconds: of a processor, for manifest and index.
+    """
+
+    opens: int = 0
+    stats: int = 0
+    index_bytes: int = 0
+    objects: int = 0
+    headers: int = 0
+    header_bytes: int = 0
+    chunks: int = 0
+    received: int = 0
+    seconds: float = 0.0
+
+
+def _items(model: Model, ranks: int) -> Callable[[int], list[Item]]:
+    """Returns what a rank writes of a model whose weights and state are fully sharded, by rank."""
+    parts = [(bucket, even([math.prod(shape) for _, shape in bucket], ranks)) for bucket in model.buckets()]
+    layouts = {name: Layout(shape=shape, dtype="float32") for bucket, _ in parts for name, shape in bucket}
+
+    def of(rank: int) -> list[Item]:
+        result = []
+        for bucket, partition in parts:
+            for span in partition.spans(rank):
+                name = bucket[span.parameter][0]
+                tensor, layout = torch.empty(span.stop - span.start, device="meta"), layouts[name]
+                more: Any = {"name": name, "aliases": (), "layout": layout, "tensor": tensor}
+                result += [Item(collection=each, start=span.start, stop=span.stop, **more) for each in _STATES]
+        return result
+
+    return of
+
+
+class _Alone(SimpleNamespace):
+    """A backend of one rank, for a save that only describes its files."""
+
+
+def checkpoint(model: Model, ranks: int, folder: Path) -> Load:
+    """Counts what the load of a checkpoint takes that ``ranks`` ranks have written, without the tensors."""
+    items, load, written = _items(model, ranks), Load(), {}
+    pending: list[tuple[int, IndexPart]] = []  # joined as payload.merge does: pairs of equal size
+    for rank in range(ranks):
+        attempt = object.__new__(SaveAttempt)
+        attempt.contents, attempt.folder, attempt._generation = Contents(items=items(rank)), folder, 0
+        attempt._facts, attempt._run = RankFacts(coordinates={"dp": rank}), _Alone(backend=_Alone(rank=rank))  # type: ignore[assignment]
+        attempt._headers = {}
+        size, part = 1, attempt._describe()
+        for relative, (kind, _, header) in part.files.items():
+            inside = sum(item.nbytes for item in attempt._by_file()[relative])
+            written[relative] = FileEntry(
+                size=header + inside, checksums=("0",) * number_of_blocks(header + inside), kind=kind
+            )
+            load.header_bytes += header
+        load.chunks += len(attempt.contents.items)
+        while pending and pending[-1][0] == size:
+            part, size = pending.pop()[1].merge(part), 2 * size
+        pending.append((size, part))
+    while len(pending) > 1:
+        (size, part), (before, one) = pending.pop(), pending.pop()
+        pending.append((size + before, one.merge(part)))
+    load.received, load.headers = math.ceil(math.log2(ranks)), len(written)
+    contents = pending[0][1].to_bytes()
+    (folder / "tensor_index.json").write_bytes(contents)
+    written["tensor_index.json"] = FileEntry(size=len(contents), checksums=checksums_of(contents), kind=INDEX)
+    manifest = Manifest(files=written).to_bytes()
+    (folder / NAME).write_bytes(manifest)
+    load.index_bytes = len(contents) + len(manifest)
+
+    begin, rank = time.process_time(), ranks // 2
+    index = index_checkpoint(folder, read_manifest(folder))
+    opened: set[str] = set()
+    for item in items(rank):
+        source = index.collections[item.collection][item.name]
+        source.check()
+        for part in source.parts[()]:
+            opened |= {str(chunk.path) for chunk in part.within(item.start or 0, item.stop or 0)}
+    load.seconds, load.opens = time.process_time() - begin, 2 + len(opened)
+    load.objects = sum(
+        len(parts) for tensors in index.collections.values() for t in tensors.values() for parts in t.parts.values()
+    )
+    counted, world = Counter[str](), SimpleNamespace(world=SimpleNamespace(index=rank, size=ranks))
+    count = {name: lambda *_, name=name: counted.update([name]) for name in ("check_size", "check_block")}
+    with mock.patch.multiple(load_module, **count):
+        load_module._check_files(folder, read_manifest(folder), world)  # type: ignore[arg-type]
+    load.stats = counted["check_size"]
+    return load
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--world", default=",".join(map(str, WORLDS)), help="numbers of ranks")
@@ -177,17 +321,20 @@ def main() -> None:
         slow = World(size, 0).call(20.0)
         counts = slow.operations.values()
         print(
-            f"{size} ranks, all in a call of 20 s: {sum(counts)} operations, {max(counts)} of one rank, "
+            f"{size} ranks, all in a call of 20 s: {sum(counts)} operations of the store, {max(counts)} of one rank, "
             f"{sum(slow.looks.values()) / 20:.0f} a second for looks, {len(slow.reports)} reports"
         )
         stuck = World(size, 0).call(20.0, absent=frozenset([size // 2]))
         print(f"    one is not: {stuck.reports}")
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"    {checkpoint(Model(), size, Path(folder))}", flush=True)
     false = 0
     for seed in range(options.alarms // 4):
         size = random.Random(seed).randint(2, 12)
         world = World(size, seed, 0.3)
         false += sum(len(world.call(20.0, apart=9.0).reports) for _ in range(4))
-    print(options.alarms // 4 * 4, "alarms,", false, "false")
+    if options.alarms:
+        print(f"{options.alarms // 4 * 4} alarms of 2 to 12 ranks, {false} of them false")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
+import secrets
 import shutil
 import stat
 import sys
@@ -75,8 +76,8 @@ class Files:
             raise failure("made", path, error) from error
 
     def write(self, path: Location, parts: Iterable[bytes | memoryview]) -> Written:
-        """Writes ``parts`` to a file, one after another, and returns once they are on disk. If that fails, the file is
-        removed.
+        """Writes ``parts`` to a new file, one after another, and returns once they are on disk. If that fails, the file
+        is removed. A local file that exists is not written: what still writes it may be of an earlier start.
 
         Raises:
             CheckpointError: if the file cannot be written.
@@ -98,8 +99,8 @@ class Files:
         return Written(size, checksums.of_blocks())
 
     def assemble(self, path: Location, parts: Iterable[bytes | memoryview | Extent]) -> None:
-        """Writes bytes and slices of other files to a file, and returns once they are on disk. Slices are copied by the
-        system if possible. If that fails, the file is removed.
+        """Writes bytes and slices of other files to a new file, and returns once they are on disk. Slices are copied by
+        the system if possible. If that fails, the file is removed.
 
         Raises:
             CheckpointError: if the file cannot be written, or a slice cannot be read.
@@ -118,7 +119,7 @@ class Files:
             if isinstance(path, RemotePath):
                 path.upload(block for part in parts for block in _in_memory(part))
                 return
-            with open(path, "wb", buffering=0) as file, _removed_on_failure(path):
+            with open(path, "xb", buffering=0) as file, _removed_on_failure(path):  # nor through a link
                 for part in parts:
                     _append(part, file.fileno())
                 self.operation("fsync", path)
@@ -130,7 +131,7 @@ class Files:
         """Replaces the contents of a file atomically. If that fails, the file is as before."""
         if isinstance(path, RemotePath):
             return self.write(path, [contents])
-        temporary = path.with_name(f".{path.name}.new")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
         written = self.write(temporary, [contents])
         try:
             with _removed_on_failure(temporary):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,16 @@ from typing import Any
 from neuron_accel.checkpoint.format.files import failure, in_order, read_bytes
 from neuron_accel.checkpoint.format.manifest import KINDS, MODEL_FOLDER, Manifest, has_manifest, kind_of, locate
 from neuron_accel.checkpoint.format.pickled import read_pickled
-from neuron_accel.checkpoint.format.source import Chunk, SourceTensor
-from neuron_accel.checkpoint.format.tensorfile import METADATA, Header, model_collection, read_header, state_collection
+from neuron_accel.checkpoint.format.source import Chunk, ChunkRun, SourceTensor
+from neuron_accel.checkpoint.format.tensorfile import (
+    METADATA,
+    Header,
+    Place,
+    model_collection,
+    read_header,
+    state_collection,
+    unique_keys,
+)
 from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, LayoutError
 from neuron_accel.storage import THREADS, Location, RemotePath
@@ -104,6 +112,17 @@ class Index:
 
     def _add(self, path: Location, header: Header, key: str, description: Mapping[str, Any]) -> None:
         stored = header.tensors[key]
+        source, place = self._described(description)
+        numel = math.prod(source.layout.local_shape)
+        start, stop = map(operator.index, description.get("range") or (0, numel))  # raises for floats, also for 1.0
+        if not (0 <= start <= stop <= numel) or stored.numel != stop - start:
+            raise ValueError(f"{source.name!r} has a range that does not fit")
+        if stored.dtype != source.layout.dtype:
+            raise ValueError(f"{source.name!r} has two different descriptions")
+        source.parts.setdefault(place, []).append(Chunk(start=start, stop=stop, path=path, offset=stored.offset))
+
+    def _described(self, description: Mapping[str, Any]) -> tuple[SourceTensor, Place]:
+        """Returns a described tensor, and which shard of it is meant."""
         _check_types(description)
         layout = Layout.from_dict(description["layout"])
         name, aliases = description["name"], tuple(description.get("aliases", ()))
@@ -120,16 +139,29 @@ class Index:
             )
             for alias in (name, *aliases):
                 tensors[alias] = source
-        if source.layout != layout or stored.dtype != layout.dtype:
+        if source.layout != layout:
             raise ValueError(f"{name!r} has two different descriptions")
-        numel = math.prod(layout.local_shape)
-        start, stop = map(operator.index, description.get("range") or (0, numel))  # raises for floats, also for 1.0
-        if not (0 <= start <= stop <= numel) or stored.numel != stop - start:
-            raise ValueError(f"{name!r} has a range that does not fit")
         if math.prod(cut.degree for cut in layout.cuts) > MOST_RANKS:
             raise ValueError(f"{name!r} is sharded over more ranks than there can be")
-        place = tuple((cut.axis, operator.index(description["at"][cut.axis])) for cut in layout.cuts)
-        source.parts.setdefault(place, []).append(Chunk(start=start, stop=stop, path=path, offset=stored.offset))
+        return source, tuple((cut.axis, operator.index(description["at"][cut.axis])) for cut in layout.cuts)
+
+    def add_runs(self, described: Described, ranks: RankFiles) -> None:
+        """Adds runs of chunks of one shard, which are in files of ``ranks``.
+
+        Raises:
+            ValueError, KeyError, TypeError: if the description is invalid.
+        """
+        description, runs = described
+        source, place = self._described(description)
+        for run in runs:
+            first, step, count, start, size, offset = map(operator.index, run)
+            stop, end = start + count * size, offset + size * source.item_size
+            if not (0 <= start <= stop <= math.prod(source.layout.local_shape)) or min(size, offset) < 0:
+                raise ValueError(f"{source.name!r} has a range that does not fit")
+            if not ranks.have(first, step, count, end):
+                raise ValueError(f"{source.name!r} is said to be where files have ended")
+            part = ChunkRun(start=start, size=size, count=count, first=first, step=step, offset=offset, file=ranks)
+            source.parts.setdefault(place, []).append(part)
 
 
 def _check_types(description: Mapping[str, Any]) -> None:
@@ -141,7 +173,8 @@ def _check_types(description: Mapping[str, Any]) -> None:
 
 
 def index_checkpoint(folder: Location, manifest: Manifest, kinds: tuple[str, ...] = KINDS, replica: int = 0) -> Index:
-    """Returns the index of a checkpoint. Reads only the headers of files.
+    """Returns the index of a checkpoint: what its own file says, or, in one of an earlier version, what the headers of
+    all files do.
 
     Args:
         folder, manifest: the checkpoint.
@@ -152,14 +185,156 @@ def index_checkpoint(folder: Location, manifest: Manifest, kinds: tuple[str, ...
         CheckpointError: if a file is missing or invalid.
     """
     index = Index()
-    relatives = (relative for kind in kinds for relative in sorted(manifest.of_kind(kind_of(kind, replica))))
-    paths = (locate(folder, relative) for relative in relatives)
-    for path, header in in_order(read_header, paths, THREADS if isinstance(folder, RemotePath) else 1):
-        index.add(path, header)
+    wanted = [kind_of(kind, replica) for kind in kinds]
+    own = manifest.of_kind(INDEX)
+    if own:
+        _read_index(index, folder, manifest, own, wanted)
+    else:
+        paths = (locate(folder, relative) for kind in wanted for relative in sorted(manifest.of_kind(kind)))
+        for path, header in in_order(read_header, paths, THREADS if isinstance(folder, RemotePath) else 1):
+            index.add(path, header)
     if replica and "plugin" in kinds:
         for collection, tensors in index_checkpoint(folder, manifest, ("plugin",)).collections.items():
             index.collections.setdefault(collection, tensors)
     return index
+
+
+# ---- The index of a checkpoint in a file of its own ------------------------------------------------------------------
+# It says of each shard of each tensor in which ranks' files it is. A row of ranks of which each has the next equal part
+# at the same place of its file is one run: six numbers, however many ranks there are.
+INDEX, INDEX_FILE = "index", "tensor_index"
+"""Kind of the file, and the beginning of its name."""
+
+Run = Sequence[int]
+"""Rank of the first file, how much higher each following one's is, number of chunks, first element, elements of a
+chunk, and offset of a chunk after the header of its file."""
+Described = tuple[Mapping[str, Any], Sequence[Run]]
+
+
+class RankFiles:
+    """The files of one kind in a checkpoint, by rank: ``files(rank)`` is a file's path and the size of its header.
+
+    Args:
+        folder: the checkpoint.
+        files: relative path, size of the header and size of each file, by rank.
+    """
+
+    def __init__(self, folder: Location, files: Mapping[int, tuple[str, int, int]]) -> None:
+        import numpy as np
+
+        if not all(0 <= rank < MOST_RANKS for rank in files):
+            raise ValueError("a rank is impossible")
+        self._folder, self._files = folder, files
+        self._located: dict[int, Location] = {}
+        self._room = np.full(max(files, default=-1) + 1, -1, dtype=np.int64)
+        for rank, (_, header, size) in files.items():
+            self._room[rank] = size - header
+
+    def __call__(self, rank: int) -> tuple[Location, int]:
+        relative, header, _ = self._files[rank]
+        if rank not in self._located:
+            self._located[rank] = locate(self._folder, relative)
+        return self._located[rank], header
+
+    def have(self, first: int, step: int, count: int, end: int) -> bool:
+        """Whether each rank of a run has a file with ``end`` bytes after its header."""
+        if not 0 <= first < MOST_RANKS or not 1 <= count <= MOST_RANKS or not (0 < step < MOST_RANKS or count == 1):
+            return False
+        room = self._room[first : first + (count - 1) * step + 1 : step or 1]
+        return len(room) == count and end <= int(room.min())
+
+
+class IndexPart:
+    """What some ranks write of a checkpoint: the files, and where which shard is. Those of all ranks, merged, are the
+    contents of the index.
+
+    Attributes:
+        files: kind, rank and size of the header of each file, by relative path.
+        runs: the runs of each shard, by its description as JSON.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[str, int, int]] = {}
+        self.runs: dict[str, list[Run]] = {}
+
+    def add(self, kind: str, rank: int, description: Mapping[str, Any], numel: int, offset: int) -> None:
+        """Adds a tensor of a file, with the description that the file has of it."""
+        rest = {name: value for name, value in description.items() if name != "range"}
+        start, stop = description.get("range") or (0, numel)
+        key = json.dumps([kind, rest], separators=(",", ":"))
+        self.runs.setdefault(key, []).append((rank, 0, 1, start, stop - start, offset))
+
+    def merge(self, other: IndexPart) -> IndexPart:
+        """Adds what higher ranks write."""
+        self.files.update(other.files)
+        for key, runs in other.runs.items():
+            self.runs[key] = _joined([*self.runs.get(key, ()), *runs])
+        return self
+
+    def to_bytes(self, named: Callable[[str], str] = str) -> bytes:
+        """Returns the contents of the index.
+
+        Args:
+            named: maps the relative paths to those in the checkpoint.
+        """
+        rows = [[*json.loads(key), runs] for key, runs in sorted(self.runs.items())]
+        body = {"version": 1, "files": {named(path): of for path, of in self.files.items()}, "tensors": rows}
+        return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    result: list[Run] = []
+    for run in sorted(runs, key=lambda run: (run[3], run[0])):
+        if result and (longer := _continued(result[-1], run)) is not None:
+            result[-1] = longer
+        else:
+            result.append(run)
+    return result
+
+
+def _continued(run: Run, after: Run) -> Run | None:
+    """Returns both as one run; None if they are not."""
+    first, step, count, start, size, offset = run
+    ahead = after[0] - first - (count - 1) * step
+    follows = tuple(after[3:]) == (start + count * size, size, offset) and ahead > 0
+    if not follows or (count > 1 and step != ahead) or (after[2] > 1 and after[1] != ahead):
+        return None
+    return first, ahead, count + after[2], start, size, offset
+
+
+def _read_index(index: Index, folder: Location, manifest: Manifest, own: list[str], kinds: list[str]) -> None:
+    """Adds the tensors in files of ``kinds``."""
+    path = locate(folder, own[0])
+    try:
+        body = json.loads(read_bytes(path).decode(), object_pairs_hook=unique_keys)
+        if len(own) != 1 or body["version"] != 1:
+            raise ValueError("it is of another version")
+        if body["files"].keys() != {relative for relative, e in manifest.files.items() if _has_tensors(e.kind)}:
+            raise ValueError("it names other files than the manifest")
+        files: dict[str, dict[int, tuple[str, int, int]]] = {kind: {} for kind in kinds}
+        for relative, (kind, rank, header) in body["files"].items():
+            entry = manifest.files[relative]
+            if kind != entry.kind or type(header) is not int or not 0 <= header <= entry.size:
+                raise ValueError(f"it says of {relative!r} what cannot be")
+            if kind in files:
+                files[kind][operator.index(rank)] = (relative, header, entry.size)
+        ranks = {kind: RankFiles(folder, each) for kind, each in files.items()}
+        for kind, description, runs in body["tensors"]:
+            if kind in ranks:
+                index.add_runs((description, runs), ranks[kind])
+    except OSError as error:
+        raise failure("read", path, error) from error
+    except (KeyError, TypeError, ValueError, AttributeError, LayoutError, RecursionError) as error:
+        raise CheckpointError(
+            f"The index of the checkpoint cannot be used: {error or type(error).__name__}.",
+            where=str(path),
+            why="it was changed after it was saved, or written by another version",
+            fix="restore the file from a copy, or use another checkpoint",
+        ) from error
+
+
+def _has_tensors(kind: str) -> bool:
+    return kind.partition("@")[0] in KINDS
 
 
 def is_pretrained(folder: Location) -> bool:

@@ -12,10 +12,10 @@ Elements are read as unsigned integers of the same size, so that the bits of eve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from neuron_accel.checkpoint.format.files import Extent
 from neuron_accel.checkpoint.format.ranges import FileRanges, read_box
@@ -44,6 +44,53 @@ class Chunk:
     path: Location
     offset: int
     key: str | None = None
+    count: ClassVar[int] = 1
+
+    def within(self, start: int, stop: int) -> Iterator[Chunk]:
+        """Yields the chunk if it has some of the elements ``start`` to ``stop``."""
+        if max(start, self.start) < min(stop, self.stop):
+            yield self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRun:
+    """Chunks of equal size, one after another, at the same place in files of ranks ``step`` apart.
+
+    Args:
+        start: the first element.
+        size: elements of a chunk.
+        count: number of chunks.
+        first, step: rank of the first chunk's file, and how much higher each following one's is.
+        offset: offset of a chunk's first byte from the first byte after the header of its file.
+        file: returns the path of a rank's file, and the size of its header in bytes.
+    """
+
+    start: int
+    size: int
+    count: int
+    first: int
+    step: int
+    offset: int
+    file: Callable[[int], tuple[Location, int]]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count * self.size
+
+    @property
+    def path(self) -> Location:
+        """The first file."""
+        return self.file(self.first)[0]
+
+    def within(self, start: int, stop: int) -> Iterator[Chunk]:
+        """Yields the chunks that have some of the elements ``start`` to ``stop``."""
+        if max(start, self.start) >= min(stop, self.stop):
+            return
+        last = -(-(min(stop, self.stop) - self.start) // self.size)
+        for number in range(max(0, start - self.start) // self.size, last):
+            path, header = self.file(self.first + number * self.step)
+            begin = self.start + number * self.size
+            yield Chunk(start=begin, stop=begin + self.size, path=path, offset=header + self.offset)
 
 
 @dataclass(kw_only=True)
@@ -58,7 +105,7 @@ class SourceTensor:
             factored moments).
         buffer: whether it is a buffer, not a parameter.
         position: of a parameter among those of its model; None if it is not known.
-        parts: the chunks of each shard.
+        parts: the chunks of each shard, or runs of them.
     """
 
     name: str
@@ -67,7 +114,7 @@ class SourceTensor:
     form: str = "parameter"
     buffer: bool = False
     position: int | None = None
-    parts: dict[Place, list[Chunk]] = field(default_factory=dict)
+    parts: dict[Place, list[Chunk | ChunkRun]] = field(default_factory=dict)
 
     @cached_property
     def item_size(self) -> int:
@@ -111,7 +158,8 @@ class SourceTensor:
         in_rows = len(cuts) == 1 and math.prod(self.layout.shape[: cuts[0].dim]) == 1 and len(cuts[0].blocks) == 1
         if cuts and not in_rows:
             return None
-        chunks = [chunk for place in self.places() for chunk in self.parts[place]]
+        parts = (part for place in self.places() for part in self.parts[place])
+        chunks = [chunk for part in parts for chunk in part.within(part.start, part.stop)]
         if any(chunk.key is not None for chunk in chunks):
             return None
         extents = [Extent(c.path, c.offset, (c.stop - c.start) * self.item_size) for c in chunks]
@@ -184,15 +232,14 @@ class SourceTensor:
         self._read_flat(files, place, start, start + out.size, out)
 
     def _read_flat(self, files: FileRanges, place: Place, start: int, stop: int, out: np.ndarray) -> None:
-        for chunk in self.parts[place]:
+        for chunk in (chunk for part in self.parts[place] for chunk in part.within(start, stop)):
             low, high = max(start, chunk.start), min(stop, chunk.stop)
-            if low < high:
-                offset = chunk.offset + (low - chunk.start) * self.item_size
-                wanted = out[low - start : high - start]
-                if chunk.key is None:
-                    files.read(chunk.path, offset, wanted)
-                else:
-                    files.read_pickled(chunk.path, chunk.key, offset, wanted)
+            offset = chunk.offset + (low - chunk.start) * self.item_size
+            wanted = out[low - start : high - start]
+            if chunk.key is None:
+                files.read(chunk.path, offset, wanted)
+            else:
+                files.read_pickled(chunk.path, chunk.key, offset, wanted)
 
 
 def words(size: int) -> Any:

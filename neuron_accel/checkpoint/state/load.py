@@ -143,23 +143,31 @@ def load(
         CheckpointError: on every rank, if the checkpoint is damaged or does not fit; nothing is changed then.
     """
     run = training.run
-    if agreed(run, lambda: is_pretrained(folder)):
-        if (main := training.main_model()) is not None:
-            load_weights(main, folder, run)
-        refresh_masters(training.optimizers, run)
-        return {}, {}
-    manifest = agreed(run, lambda: read_manifest(folder))
-    if verify:
-        agreed(run, lambda: _check_files(folder, manifest, run))
-    # If the number of replicas has changed, the copies are assigned to replicas in turn.
-    replica = run.mesh.replica(run.backend.rank) % replicas_in(manifest)
-    index = agreed(run, lambda: index_checkpoint(folder, manifest, replica=replica))
+
+    def opened() -> tuple[Manifest, Index, Mapping[int, int], Restored] | None:
+        if is_pretrained(folder):
+            return None
+        manifest = read_manifest(folder)
+        _check_files(folder, manifest, run, checksums=verify)
+        # If the number of replicas has changed, the copies are assigned to replicas in turn.
+        replica = run.mesh.replica(run.backend.rank) % replicas_in(manifest)
+        index = index_checkpoint(folder, manifest, replica=replica)
+        numbers = match_models(training.models, index, models_of(manifest))
+        return manifest, index, numbers, _restored(training, folder, manifest, files, numbers, replica)
+
+    def read(needs: list[Need], index: Index, restored: Restored) -> None:
+        _reset_states(training, index, restored)
+        fulfil(needs, files, run, threads_of(run, folder))
+
     with FileRanges() as files:
-        numbers = agreed(run, lambda: match_models(training.models, index, models_of(manifest)))
-        restored = agreed(run, lambda: _restored(training, folder, manifest, files, numbers, replica))
+        if (found := agreed(run, opened)) is None:
+            if (main := training.main_model()) is not None:
+                load_weights(main, folder, run)
+            refresh_masters(training.optimizers, run)
+            return {}, {}
+        manifest, index, numbers, restored = found
         needs = agreed(run, lambda: [*_all_needs(training, index, numbers), *_plugin_needs(restored, index, run)])
-        agreed(run, lambda: _reset_states(training, index, restored))
-        agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
+        agreed(run, lambda: read(needs, index, restored))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
     return restored.counters, manifest.info
@@ -254,14 +262,14 @@ def pretrained_index(model: PreparedModel, folder: Location) -> Index:
     )
 
 
-def _check_files(folder: Location, manifest: Manifest, run: Run) -> None:
-    """Checks the sizes of all files, and the checksums of the blocks assigned to this rank. At a URL, where all ranks
-    see the same files, the sizes are distributed over the ranks too."""
+def _check_files(folder: Location, manifest: Manifest, run: Run, *, checksums: bool = True) -> None:
+    """Checks the sizes of the files, and the ``checksums`` of the blocks, that are assigned to this rank."""
     entries, threads = sorted(manifest.files.items()), threads_of(run, folder)
-    sized = entries[run.world.index :: run.world.size] if isinstance(folder, RemotePath) else entries
+    sized = entries[run.world.index :: run.world.size]
     for _ in in_order(lambda e: check_size(folder, *e), sized, threads if isinstance(folder, RemotePath) else 1):
         pass
-    blocks = [(relative, entry, b) for relative, entry in entries for b in range(number_of_blocks(entry.size))]
+    count = number_of_blocks if checksums else lambda size: 0
+    blocks = [(relative, entry, b) for relative, entry in entries for b in range(count(entry.size))]
     for _ in in_order(lambda b: check_block(folder, *b), blocks[run.world.index :: run.world.size], threads):
         pass
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.checkpoint.format.files import Files, Written, checksums_of, failure, in_order, read_bytes, threads_of
+from neuron_accel.checkpoint.format.index import INDEX, INDEX_FILE, IndexPart
 from neuron_accel.checkpoint.format.manifest import (
     KINDS,
     NAME,
@@ -34,7 +35,7 @@ from neuron_accel.checkpoint.format.manifest import (
     read_manifest,
 )
 from neuron_accel.checkpoint.state.lock import SaveLock, describe, this_process
-from neuron_accel.checkpoint.state.snapshot import Item, RankFacts, bytes_of, file_parts, tensors_header
+from neuron_accel.checkpoint.state.snapshot import Item, RankFacts, bytes_of, file_header, file_parts, tensors_header
 from neuron_accel.checkpoint.state.training import Contents
 from neuron_accel.engine.runtime.run import agreed
 from neuron_accel.errors import CheckpointError, CommunicationError, NeuronAccelError
@@ -48,7 +49,9 @@ STATE = "training_state"
 FileList = dict[str, tuple[str, Written]]
 """Kind, and size with checksums, of each file by its relative path."""
 _STATE_FILES, _NOTES, _TENSOR_FILES = f"{STATE}*.safetensors", (".*.new", ".*.rank_*.json"), "*rank_*.safetensors"
+_INDEX_FILES = f"{INDEX_FILE}*.json"
 """Names of the files that saves write, but for auxiliary files and the manifest."""
+_TENSORS = ".safetensors"
 _ALIGNMENT = 64  # of tensors in host memory
 _POLL_SECONDS = 0.02
 _POLL_STORE_SECONDS = 0.5  # each time is a request
@@ -81,6 +84,8 @@ class SaveAttempt:
         self._previous: Manifest | None = None
         self._unlisted: list[Location] = []  # files that no manifest lists before the save is complete
         self._notes: list[Location] = []
+        self._headers: dict[str, bytes] = {}  # of this rank's files, by relative path
+        self._index: IndexPart | None = None  # of all files, on the main process
         self._is_placing = False
         self._is_handed_over = False  # whether the main process may list the files of this rank in a manifest
 
@@ -96,25 +101,31 @@ class SaveAttempt:
             CheckpointError: on every rank, if that is not possible, or another run saves or has saved into the folder.
         """
         run = self._run
-        generation = agreed(run, lambda: self._open(complete, last) if self.is_main else 0)
+        try:
+            part, generation = agreed(
+                run, lambda: (self._describe(), self._open(complete, last) if self.is_main else 0)
+            )
+        except BaseException:
+            if self.is_main:
+                self._leave()
+            raise
         self._generation, self.token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
+        self._index = run.backend.gather_object(part, run.world, IndexPart.merge)
 
     def _open(self, complete: Callable[[], None], last: str | None) -> int:
         """Returns the number of earlier saves into the folder."""
-        try:
-            self._files.make_folder(self.folder)
-            self._lock.acquire()
-            kinds = ("model", "optimizer", *(("plugin",) if self.contents.state.get("plugin_forms") else ()))
-            for kind in kinds:
-                self._files.make_folder(self.folder / folder_of(kind))
-            complete()
-            self._previous = previous = self._find_previous()
-            if previous is not None and last not in (None, previous.info.get("save")) and not _is_own(previous):
-                raise _was_saved_by(previous, self.folder)
-            return 0 if previous is None else previous.generation + 1
-        except BaseException:
-            self._leave()
-            raise
+        self._files.make_folder(self.folder)
+        self._lock.acquire()
+        kinds = ("model", "optimizer", *(("plugin",) if self.contents.state.get("plugin_forms") else ()))
+        for kind in kinds:
+            self._files.make_folder(self.folder / folder_of(kind))
+        complete()
+        self._previous = previous = self._find_previous()
+        if previous is not None and last not in (None, previous.info.get("save")) and not _is_own(previous):
+            raise _was_saved_by(previous, self.folder)
+        if isinstance(self.folder, Path):  # left over by a save that was cut off; names at a URL are not used again
+            _remove_unlisted(self.folder, previous, self._files)
+        return 0 if previous is None else previous.generation + 1
 
     def _find_previous(self) -> Manifest | None:
         """The manifest of the checkpoint in the folder. A damaged one is removed: its checkpoint cannot be loaded."""
@@ -149,25 +160,45 @@ class SaveAttempt:
         try:
             part = agreed(run, self.write)
             self._is_handed_over = True
-            parts = run.backend.all_gather_object(part, run.world)
-            agreed(run, lambda: self.commit(parts) if self.is_main else None)
+            parts = run.backend.gather_object(part, run.world)
+            agreed(run, lambda: None if parts is None else self.commit(parts))
         except BaseException as error:  # not all ranks come here if one is lost or interrupted
             self.abandon(alone=isinstance(error, CommunicationError) or not isinstance(error, Exception))
             raise
 
     def write(self) -> FileList:
         """Writes the tensors of this rank, one file for each kind. Returns the files, which are then on disk."""
-        by_file: dict[str, list[Item]] = {}
-        for item in self.contents.items:
-            by_file.setdefault(f"{folder_of(item.kind)}/{self._facts.file_name(self._suffix)}", []).append(item)
-        self._unlisted += [self.folder / relative for relative in by_file]
+        by_file = {self._named(relative): (relative, items) for relative, items in self._by_file().items()}
+        self._unlisted += [self.folder / path for path in by_file]
         written: FileList = {}
-        for relative, items in by_file.items():
-            items.sort(key=lambda item: (item.collection, item.name, item.start or 0))
-            parts = file_parts(items, self._facts.coordinates)
+        for path, (relative, items) in by_file.items():
+            parts = file_parts(self._headers[relative], items)
             kind = kind_of(items[0].kind, self._facts.replica)
-            written[relative] = (kind, self._files.write(self.folder / relative, parts))
+            written[path] = (kind, self._files.write(self.folder / path, parts))
         return written
+
+    def _by_file(self) -> dict[str, list[Item]]:
+        by_file: dict[str, list[Item]] = {}
+        for item in sorted(self.contents.items, key=lambda item: (item.collection, item.name, item.start or 0)):
+            by_file.setdefault(f"{folder_of(item.kind)}/{self._facts.file_name('')}", []).append(item)
+        return by_file
+
+    def _named(self, relative: str) -> str:
+        """The path of a file in this save, by that in the first save into a folder."""
+        return relative.removesuffix(_TENSORS) + self._suffix + _TENSORS
+
+    def _describe(self) -> IndexPart:
+        """Makes the headers of this rank's files. Returns what the index says of them, by their paths in a first
+        save."""
+        part, rank, coordinates = IndexPart(), self._run.backend.rank, self._facts.coordinates
+        for relative, items in self._by_file().items():
+            self._headers[relative] = header = file_header(items, coordinates)
+            kind, offset = kind_of(items[0].kind, self._facts.replica), 0
+            part.files[relative] = (kind, rank, len(header))
+            for item in items:
+                part.add(kind, rank, item.describe(coordinates), item.numel, offset)
+                offset += item.nbytes
+        return part
 
     @property
     def _suffix(self) -> str:
@@ -189,6 +220,10 @@ class SaveAttempt:
         self._unlisted.append(folder / state)
         header = tensors_header(tensors, {"format": "pt", STATE: json.dumps(contents.state, separators=(",", ":"))})
         entries[state] = ("state", files.write(folder / state, [header, *(bytes_of(tensor) for _, tensor in tensors)]))
+        if self._index is not None:
+            index = f"{INDEX_FILE}{self._suffix}.json"
+            self._unlisted.append(folder / index)
+            entries[index] = (INDEX, files.write(folder / index, [self._index.to_bytes(self._named)]))
         entries |= self._write_auxiliary()
         for inside in {(folder / relative).parent for relative in entries} | {folder}:
             files.sync_folder(inside)
@@ -203,7 +238,7 @@ class SaveAttempt:
         self._is_placing = True
         files.replace(folder / NAME, manifest.to_bytes())
         files.sync_folder(folder.parent)
-        _remove_old(folder, manifest, files)
+        _remove_unlisted(folder, manifest, files)
         self._finished()
         self._lock.release()
 
@@ -437,12 +472,13 @@ def _holds(path: Location, data: bytes) -> bool:
         raise failure("read", path, error) from error
 
 
-def _remove_old(folder: Location, manifest: Manifest, files: Files) -> None:
-    """Removes files of earlier saves into the folder that the manifest does not list, and aborts uploads of such."""
-    found: list[Location] = [path for pattern in (_STATE_FILES, *_NOTES) for path in folder.glob(pattern)]
+def _remove_unlisted(folder: Location, manifest: Manifest | None, files: Files) -> None:
+    """Removes files of saves into the folder that the manifest does not list, and aborts uploads of such."""
+    listed = {} if manifest is None else manifest.files
+    found: list[Location] = [path for pattern in (_STATE_FILES, _INDEX_FILES, *_NOTES) for path in folder.glob(pattern)]
     found += [path for kind in KINDS for path in (folder / folder_of(kind)).glob(_TENSOR_FILES)]
     for path in found:
-        if path.relative_to(folder).as_posix() not in manifest.files:  # type: ignore[arg-type]  # both are local, or not
+        if path.relative_to(folder).as_posix() not in listed:  # type: ignore[arg-type]  # both are local, or not
             files.remove(path)
     if isinstance(folder, RemotePath):
         files.operation("abort uploads", folder)

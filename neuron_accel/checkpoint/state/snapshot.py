@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -447,11 +447,16 @@ class RankFacts:
         return "_".join(parts) + suffix + ".safetensors"
 
 
-def file_parts(items: Sequence[Item], coordinates: dict[str, int]) -> Iterable[bytes | memoryview]:
-    """Yields the bytes of a file that contains ``items``: the header, then one tensor after another."""
-    yield described_header(
+def file_header(items: Sequence[Item], coordinates: dict[str, int]) -> bytes:
+    """Returns the header of a file that contains ``items``, which follow one after another."""
+    return described_header(
         (item.key, _dtype_name(item.tensor), item.shape, item.describe(coordinates)) for item in items
     )
+
+
+def file_parts(header: bytes, items: Iterable[Item]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a file: its header, then one tensor after another."""
+    yield header
     for item in items:
         yield bytes_of(item.tensor)[: item.nbytes]
 

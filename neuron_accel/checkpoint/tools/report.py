@@ -102,7 +102,7 @@ def _tensor(tensor: SourceTensor) -> dict[str, Any]:
             {"dim": cut.dim, "axis": cut.axis, "degree": cut.degree, "blocks": list(cut.blocks), "padded": cut.padded}
             for cut in tensor.layout.cuts
         ],
-        "pieces": sum(len(chunks) for chunks in tensor.parts.values()),
+        "pieces": sum(part.count for parts in tensor.parts.values() for part in parts),
     }
 
 

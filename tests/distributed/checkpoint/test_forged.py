@@ -191,13 +191,23 @@ def forged_checkpoints(good: Path, folder: Path, seed: int, share: float):
     generator = random.Random(seed)
     manifest = read_manifest(good)
     kinds = {"state": "training_state", "model": "neuron_accel", "optimizer": "neuron_accel"}
+    (index,) = manifest.of_kind("index")
+    without = {path: entry for path, entry in manifest.files.items() if path != index}
     for kind, key in kinds.items():
+        # Headers are read of checkpoints of earlier versions only, which have no index.
+        put_manifest(folder, Manifest(files=without, info=manifest.info) if kind != "state" else manifest)
         relative = sorted(manifest.of_kind(kind))[0]
         contents = (good / relative).read_bytes()
         for what, forged in forgeries(metadata(contents, key), generator, share):
             put(folder, relative, with_metadata(contents, key, json.dumps(forged)))
             yield f"{kind}: {what}"
         put(folder, relative, contents)
+    put_manifest(folder, manifest)
+    contents = (good / index).read_bytes()
+    for what, forged in forgeries(json.loads(contents), generator, share / 3):
+        put(folder, index, json.dumps(forged).encode())
+        yield f"index: {what}"
+    put(folder, index, contents)
     for what, forged in forgeries(dict(manifest.info), generator, share):
         put_manifest(folder, Manifest(files=manifest.files, info=forged))
         yield f"info: {what}"

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_accel.checkpoint.format.files import Extent, Files
-from neuron_accel.checkpoint.format.index import Index
+from neuron_accel.checkpoint.format.index import Index, IndexPart, index_checkpoint
+from neuron_accel.checkpoint.format.manifest import FileEntry, Manifest
 from neuron_accel.checkpoint.format.ranges import FileRanges
 from neuron_accel.checkpoint.format.source import words
 from neuron_accel.checkpoint.format.tensorfile import read_header
-from neuron_accel.checkpoint.state.snapshot import Item, file_parts
+from neuron_accel.checkpoint.state.snapshot import Item, bytes_of, file_header
 from neuron_accel.engine.sharding.layout import Cut, Layout
 from neuron_accel.errors import CheckpointError
 
@@ -64,10 +65,10 @@ def places(layout):
     return [dict(place) for place in itertools.product(*ranges)]
 
 
-def store(folder, full, layout, runs):
+def store(folder, full, layout, runs, by_index=False):
     """Writes the shards of ``full`` under ``layout`` to several files, each shard split into ``runs`` runs of
-    elements."""
-    index = Index()
+    elements; ``by_index``: a file of its own says which."""
+    index, part, entries = Index(), IndexPart(), {}
     for number, at in enumerate(places(layout)):
         if not all(at[cut.axis] % cut.replicas == 0 for cut in layout.cuts):
             continue
@@ -85,20 +86,30 @@ def store(folder, full, layout, runs):
             )
             path = folder / f"{number}-{start}-{stop}.safetensors"
             if not path.exists():
-                Files().write(path, file_parts([item], at))
+                header = file_header([item], at)
+                written = Files().write(path, [header, bytes_of(item.tensor)])
                 index.add(path, read_header(path))
+                one = IndexPart()
+                one.files[path.name] = ("optimizer", len(entries), len(header))
+                one.add("optimizer", len(entries), item.describe(at), item.numel, 0)
+                part.merge(one)
+                entries[path.name] = FileEntry(size=written.size, checksums=written.checksums, kind="optimizer")
+    if by_index:
+        written = Files().write(folder / "index.json", [part.to_bytes()])
+        entries["index.json"] = FileEntry(size=written.size, checksums=written.checksums, kind="index")
+        index = index_checkpoint(folder, Manifest(files=entries))
     source = index.find("optimizer.0.state.x", ("w",))
     source.check()
     return source
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), dims=shapes(), runs=st.integers(1, 3), of=st.integers(1, 3))
-def test_reading_equals_slicing_the_full_tensor(tmp_path_factory, data, dims, runs, of):
+@given(data=st.data(), dims=shapes(), runs=st.integers(1, 3), of=st.integers(1, 3), by_index=st.booleans())
+def test_reading_equals_slicing_the_full_tensor(tmp_path_factory, data, dims, runs, of, by_index):
     folder = tmp_path_factory.mktemp("store")
     stored, wanted = data.draw(layouts(dims)), data.draw(layouts(dims))
     full = torch.arange(1, math.prod(stored.shape) + 1, dtype=torch.int32).reshape(stored.shape)
-    source = store(folder, full, stored, runs)
+    source = store(folder, full, stored, runs, by_index)
     with FileRanges() as files:
         for at in places(wanted):
             expected = wanted.shard(full, at).reshape(-1)
@@ -110,12 +121,12 @@ def test_reading_equals_slicing_the_full_tensor(tmp_path_factory, data, dims, ru
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), dims=shapes(), runs=st.integers(1, 3), by_system=st.booleans())
-def test_extents_cover_the_full_tensor(tmp_path_factory, data, dims, runs, by_system):
+@given(data=st.data(), dims=shapes(), runs=st.integers(1, 3), by_system=st.booleans(), by_index=st.booleans())
+def test_extents_cover_the_full_tensor(tmp_path_factory, data, dims, runs, by_system, by_index):
     folder = tmp_path_factory.mktemp("store")
     stored = data.draw(layouts(dims))
     full = torch.arange(1, math.prod(stored.shape) + 1, dtype=torch.int32).reshape(stored.shape)
-    extents = store(folder, full, stored, runs).extents()
+    extents = store(folder, full, stored, runs, by_index).extents()
     assert extents is not None or stored.cuts
     if extents is not None:
         with pytest.MonkeyPatch.context() as patch:
@@ -185,6 +196,14 @@ def test_every_dtype_keeps_its_bits(tmp_path, dtype):
     with FileRanges() as files:
         source.read(files, Layout(shape=(2, 3), dtype=dtype), {}, out)
     assert out.tobytes() == bits.numpy().tobytes()
+
+
+def test_equal_chunks_of_many_ranks_are_one_run(tmp_path):
+    full = torch.arange(24 * 7, dtype=torch.int32)
+    source = store(tmp_path, full, Layout(shape=(24 * 7,), dtype="int32"), 24, by_index=True)
+    (run,) = source.parts[()]
+    assert run.count == 24
+    assert [chunk.start for chunk in run.within(13, 22)] == [7, 14, 21]
 
 
 def test_a_missing_run_is_noticed(tmp_path):
