@@ -11,7 +11,6 @@ import contextlib
 import errno
 import mmap
 import os
-import secrets
 import shutil
 import stat
 import sys
@@ -131,7 +130,9 @@ class Files:
         """Replaces the contents of a file atomically. If that fails, the file is as before."""
         if isinstance(path, RemotePath):
             return self.write(path, [contents])
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+        temporary = path.with_name(f".{path.name}.new")
+        with contextlib.suppress(OSError):  # of a process that was killed
+            temporary.unlink()
         written = self.write(temporary, [contents])
         try:
             with _removed_on_failure(temporary):
