@@ -387,12 +387,12 @@ def with_ddp_options(
 ) -> list[StrategyPlugin]:
     """Returns ``plugins`` with the options of a ``DistributedDataParallelKwargs`` applied.
 
-    ``bucket_cap_mb`` and ``broadcast_buffers`` become options of the default owner of gradient reduction.
+    ``bucket_cap_mb`` and ``broadcast_buffers`` become options of the plugin that reduces gradients.
     ``find_unused_parameters``, ``gradient_as_bucket_view`` and ``static_graph`` are accepted: what they enable is
     always the case here.
 
     Raises:
-        ConfigurationError: if an option has no effect here, or contradicts the plugin that reduces gradients.
+        ConfigurationError: if an option has no effect here, or contradicts what that plugin was given.
     """
     handler = next((h for h in handlers if isinstance(h, DistributedDataParallelKwargs)), None)
     if handler is None:
@@ -420,20 +420,21 @@ def with_ddp_options(
     if owner is None:
         default = registry.default_owners()[Claim.GRADIENT_REDUCTION]
         return [*plugins, dataclasses.replace(default, **_coerced(default, wanted))]
-    for name, value in _coerced(owner, wanted).items():
-        if getattr(owner, name, None) != value:
-            has = any(field.name == name for field in dataclasses.fields(owner))
+    defaults = {field.name: field.default for field in dataclasses.fields(owner)}
+    asked = _coerced(owner, wanted)
+    for name, value in asked.items():
+        has = name in defaults
+        if not has or getattr(owner, name) not in (defaults[name], value):
             raise ConfigurationError(
-                f"{name}={value!r} of DistributedDataParallelKwargs differs from the plugin that reduces gradients."
-                if has
-                else f"{name}={value!r} of DistributedDataParallelKwargs has no effect here.",
+                f"{name}={value!r} of DistributedDataParallelKwargs "
+                + ("differs from the plugin that reduces gradients." if has else "has no effect here."),
                 where=f"plugin {owner.spec.name!r}",
                 why="it reduces gradients in this run" + ("" if has else ", and has no such option"),
                 fix=f"leave it out there, and write {type(owner).__name__}({name}={value!r})"
                 if has
                 else "leave it out",
             )
-    return plugins
+    return [dataclasses.replace(plugin, **asked) if plugin is owner else plugin for plugin in plugins]
 
 
 def _coerced(plugin: StrategyPlugin, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Step:
             lazy = [optimizer.lazy for optimizer in run.optimizers if optimizer.lazy is not None]
             for each in lazy:
                 each.before_backward()
-            with run.driving_backward():
+            with run.driving_backward(loss):
                 differentiate(loss)
             for each in lazy:
                 each.after_backward()

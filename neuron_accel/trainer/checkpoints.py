@@ -6,25 +6,30 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 
 from neuron_accel.checkpoint.format.index import is_pretrained
 from neuron_accel.checkpoint.format.manifest import has_manifest, read_manifest
+from neuron_accel.checkpoint.state.full_state import without_ties
 from neuron_accel.checkpoint.state.resume import say_batch
 from neuron_accel.checkpoint.state.training import random_state, set_random_state
 from neuron_accel.checkpoint.tools.consolidate import consolidate
 from neuron_accel.engine.plan.restart import find_restart
 from neuron_accel.engine.runtime.run import agreed
-from neuron_accel.errors import CheckpointError
+from neuron_accel.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from neuron_accel.engine.runtime.run import PreparedModel
     from neuron_accel.trainer.accelerator import TrainersAccelerator
 
 
@@ -40,36 +45,43 @@ class NotedStep(int):
         return False
 
 
-class Checkpointing:
-    """The methods of the Trainer that save and load checkpoints."""
+class Saving(Trainer):
+    """What a Trainer with the mixin has between transformers' ``Trainer`` and the classes derived from it: their own
+    ``save_model`` and ``_save`` are called, and may call these."""
 
     accelerator: TrainersAccelerator
-    model: nn.Module
-    args: Any
-    _resumed_random: dict[str, Any] | None = None
 
-    # ---- saving ------------------------------------------------------------------------------------------------------
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the full model, which ``from_pretrained`` loads, and the tokenizer; for a checkpoint of the Trainer, a
-        sharded checkpoint instead. Collective. Without values, when precompiling or in a dry run, writes nothing."""
+        """Writes the full model by ``_save``, on the main process; for a checkpoint of the Trainer a sharded checkpoint
+        instead, or in addition if a subclass overrides ``_save``. Collective."""
         if self._has_no_values:
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        if _internal_call and not self.args.save_only_model:
+        sharded = _internal_call and not self.args.save_only_model
+        if not sharded or type(self)._save is not Trainer._save:
+            self._write_full(folder)
+        if sharded:
             self.accelerator.save_state(folder, tokenizer=self._tokenizer_to_save, async_save=self.args.async_save)
-            self._note_best_checkpoint(folder)
-            return
-        self._wrap_model(self.model)  # type: ignore[attr-defined]
-        self.accelerator.save_model(self.model_wrapped, folder)  # type: ignore[attr-defined]
-        if self.args.should_save:
-            if self._tokenizer_to_save is not None:
-                self._tokenizer_to_save.save_pretrained(folder)
-            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
-        self.accelerator.wait_for_everyone()
         if _internal_call:
-            self._note_best_checkpoint(folder)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+            self._note_best_checkpoint(folder)  # type: ignore[attr-defined]
+        elif self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write_full(self, folder: str) -> None:
+        run, module = self.accelerator.run, self._wrap_model(self.model)
+        record, state = run.prepared(module), self.accelerator.get_state_dict(module)
+        if record is None:
+            raise ValueError("the model is not prepared")
+
+        sharded = run.backend.is_lazy or any(r.layout.cuts or r.holders or r.weights for r in record.parameters)
+
+        def write() -> None:
+            if self.accelerator.is_main_process:
+                with full_values(record, state) if sharded else nullcontext():
+                    self._save(folder, state_dict=without_ties(state))
+
+        agreed(run, write)
+        self.accelerator.wait_for_everyone()
 
     @property
     def _has_no_values(self) -> bool:
@@ -79,6 +91,77 @@ class Checkpointing:
     def _tokenizer_to_save(self) -> Any:
         given = getattr(self, "processing_class", None)
         return given if given is not None else getattr(getattr(self, "data_collator", None), "tokenizer", None)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; without values nothing is uploaded."""
+        return None if self._has_no_values else super().push_to_hub(*args, **kwargs)
+
+    # The sharded checkpoint contains these.
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
+    def _save_scaler(self, output_dir: str) -> None: ...
+    def _save_rng_state(self, output_dir: str) -> None: ...
+
+
+@contextmanager
+def full_values(record: PreparedModel, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Context in which the modules of a sharded model have full weights on the CPU, so that whatever writes a model may
+    be called on one rank: ``state_dict`` and ``save_pretrained`` of a module are its own. Calling one is an error.
+
+    Args:
+        record: the model.
+        state: its full state dict.
+    """
+    undo, new = ExitStack(), dict[int, nn.Parameter]()
+    with undo:
+        for holder in (vars(record.original), vars(record.module)):
+            if (replaced := holder.pop("save_pretrained", None)) is not None:
+                undo.callback(holder.__setitem__, "save_pretrained", replaced)
+        parts = dict(record.inner.named_modules())
+        for part in parts.values():
+            undo.callback(part.register_forward_pre_hook(_refuse_call, prepend=True).remove)
+            undo.callback(setattr, part, "_state_dict_pre_hooks", part._state_dict_pre_hooks)
+            part._state_dict_pre_hooks = OrderedDict()  # a plugin's refuses: it knows of shards
+        for name, value in state.items():
+            path, _, own = name.rpartition(".")
+            for held in (parts[path]._parameters, parts[path]._buffers) if path in parts else ():
+                if (was := held.get(own)) is not None:
+                    undo.callback(held.__setitem__, own, was)
+                    if isinstance(was, nn.Parameter):
+                        value = new.setdefault(id(value), nn.Parameter(value, requires_grad=was.requires_grad))
+                    held[own] = value
+        yield
+
+
+def _refuse_call(*_: Any) -> NoReturn:
+    raise UsageError(
+        "A sharded model cannot be called while it is saved.",
+        where="`_save` of a Trainer",
+        why="only the main process saves, and the other ranks do not take part in the call",
+        fix="call the model before or after, on every rank",
+    )
+
+
+class Checkpointing:
+    """The methods of a Trainer that load checkpoints, and what surrounds saving."""
+
+    accelerator: TrainersAccelerator
+    model: nn.Module
+    args: Any
+    _has_no_values: bool
+    _resumed_random: dict[str, Any] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Puts :class:`Saving` below the classes that are derived from transformers' ``Trainer``."""
+        super().__init_subclass__(**options)
+        if issubclass(cls, Trainer) and not issubclass(cls, Saving):
+            cls.__bases__ = (*(base for base in cls.__bases__ if base is not Trainer), Saving)
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the full model, as the class of the Trainer does. Collective. Without values, as when precompiling or
+        in a dry run, writes nothing."""
+        if not self._has_no_values:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As in transformers, but with ``async_save`` older checkpoints are deleted only when the new one is
@@ -144,10 +227,6 @@ class Checkpointing:
         number = next(i for i, module in enumerate(self.accelerator._models) if module is self.model_wrapped)  # type: ignore[attr-defined]
         agreed(run, lambda: consolidate(last, Path(run_dir), model=number) if run.backend.rank == 0 else None)
 
-    # The sharded checkpoint contains these.
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
-    def _save_scaler(self, output_dir: str) -> None: ...
-    def _save_rng_state(self, output_dir: str) -> None: ...
     def _load_scaler(self, checkpoint: str | None) -> None: ...
 
     # ---- loading -----------------------------------------------------------------------------------------------------
@@ -259,10 +338,6 @@ class Checkpointing:
         """Called after batches were skipped, which may have drawn random numbers."""
         if self._resumed_random is not None:
             set_random_state(self._resumed_random, self.accelerator.run.backend.generator)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; without values nothing is uploaded."""
-        return None if self._has_no_values else super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         if self._has_no_values:

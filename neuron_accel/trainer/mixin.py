@@ -22,7 +22,7 @@ from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.errors import ConfigurationError, UsageError
 from neuron_accel.trainer.arguments import NeuronSeq2SeqTrainingArguments, NeuronTrainingArguments, StrategyArguments
-from neuron_accel.trainer.checkpoints import Checkpointing
+from neuron_accel.trainer.checkpoints import Checkpointing, Saving
 from neuron_accel.trainer.gathering import check_gathering
 from neuron_accel.trainer.graphs import OneGraph
 from neuron_accel.trainer.optimum import cast_weights
@@ -35,6 +35,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _OF_A_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+_INSTEAD = (
+    "create_accelerator_and_postprocess",
+    "_move_model_to_device",
+    "_wrap_model",
+    "_prepare_for_training",
+    "get_total_train_batch_size",
+    "is_world_process_zero",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_scaler",
+    "_load_best_model",
+)
+"""Methods of transformers' ``Trainer`` that the mixin replaces, also those of a subclass."""
 _FOLDER = "tmp_trainer"
 """Output folder of a Trainer without arguments, as in transformers."""
 
@@ -131,6 +145,8 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
             **{name: value for name, value in options.items() if value is not None},
         )
         check_gathering(type(self), args, self.accelerator)
+        if self.accelerator.is_main_process and (unused := unused_overrides(type(self))):
+            _log.warning("neuron_accel does this itself, and does not call %s.", ", ".join(unused))
         args._mesh = self.accelerator.plan.mesh
         self.accelerator.samples_of_step = lambda: self._samples_at_once * args.gradient_accumulation_steps
         self.gather_function = functools.partial(
@@ -300,6 +316,15 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
         outputs = model(**inputs)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, outputs) if return_outputs else loss
+
+
+def unused_overrides(trainer: type) -> list[str]:
+    """The methods of classes derived from transformers' ``Trainer`` that the mixin does not call."""
+    order = trainer.__mro__
+    theirs = [
+        each for each in order[order.index(NeuronTrainerMixin) : order.index(Saving)] if issubclass(each, Trainer)
+    ]
+    return [f"{each.__name__}.{name}" for each in theirs for name in _INSTEAD if name in vars(each)]
 
 
 # ---- transformers' Trainers with the mixin ---------------------------------------------------------------------------

@@ -400,7 +400,7 @@ class BackwardWatcher:
                 raise UsageError(
                     f"The gradient of {record.fqn!r} arrived twice in one backward pass, the second time after it had "
                     "been sent.",
-                    why="re-entrant activation checkpointing runs a backward pass inside the backward pass",
+                    why="another backward pass ran inside of this one, as in re-entrant activation checkpointing",
                     fix="use the non-re-entrant variant: gradient_checkpointing_kwargs={'use_reentrant': False}",
                 )
         else:
@@ -420,11 +420,12 @@ class BackwardWatcher:
     def _enter(self) -> _Pass:
         """Returns the pass that runs, which begins with the first gradient."""
         if self._pass is None:
-            self._begin()
+            self._pass = self._begin()
             if not self._owner.in_backward:
                 # A plain loss.backward(): autograd itself reports its end.
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        assert self._pass is not None
+            elif self._run.backward_task not in (None, torch._C._current_graph_task_id()):
+                self._pass.sends_early = False  # a hook runs backward passes inside this one, and more may follow
         return self._pass
 
     def _begin(self, active: Sequence[bool] | None = None) -> _Pass:

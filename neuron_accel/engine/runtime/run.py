@@ -231,6 +231,9 @@ class Run:
     watchers: list[Any] = field(default_factory=list, init=False)
     """The watchers that reduce gradients as they arrive: one for each optimizer or model that owns some."""
 
+    backward_task: int | None = field(default=None, init=False)
+    """Autograd's number of the backward pass that the run executes, 0 until it has begun; None: not known."""
+
     _optimizers: list[weakref.ref[Any]] = field(default_factory=list, init=False)
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
     _requested: dict[tuple[str, ...], Group] = field(default_factory=dict, init=False)  # the same, by axes in any order
@@ -370,15 +373,24 @@ class Run:
         return [*(model.parameters for model in self.models), *self.unprepared]
 
     @contextmanager
-    def driving_backward(self) -> Iterator[None]:
-        """Context for a backward pass that the run itself executes, and of whose end it notifies the plugins."""
+    def driving_backward(self, loss: torch.Tensor | None = None) -> Iterator[None]:
+        """Context for a backward pass that the run itself executes, and of whose end it notifies the plugins. With
+        ``loss`` a backward pass that a hook runs inside of this one is told apart from it."""
         for model in self.models:
             model.in_backward = True
+        if loss is not None:
+            self.backward_task = 0
+            if loss.grad_fn is not None:
+                loss.grad_fn.register_prehook(self._note_task)
         try:
             yield
         finally:
+            self.backward_task = None
             for model in self.models:
                 model.in_backward = False
+
+    def _note_task(self, _: Any) -> None:
+        self.backward_task = torch._C._current_graph_task_id()
 
 
 def transform_model(model: PreparedModel, run: Run, *, since: Phase | None = None, before: Phase | None = None) -> None:

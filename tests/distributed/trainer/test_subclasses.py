@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import inspect
+import os
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from neuron_accel.testing import run_ranks
-from tests.distributed.trainer.trainer_support import LENGTH, assert_same, facts, model, options
+from tests.distributed.trainer.trainer_support import LENGTH, Texts, assert_same, facts, model, options
 
 SHORT = {"max_steps": 3, "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 3}
 
@@ -149,3 +152,103 @@ def generate(folder):
 
 def test_a_sharded_model_generates(tmp_path):
     assert run_ranks(generate, 2, str(tmp_path)) == [True, True]
+
+
+# ---- what subclasses override ----------------------------------------------------------------------------------------
+OURS = {
+    "create_accelerator_and_postprocess",
+    "get_total_train_batch_size",
+    "is_world_process_zero",
+    "_prepare_for_training",
+    "_wrap_model",
+    "_move_model_to_device",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_scaler",
+    "_load_best_model",
+    "_issue_warnings_after_load",  # after a load of transformers' own
+}
+"""Methods of transformers' Trainer that the mixin replaces; a warning names those of a subclass."""
+COUNTED_OTHERWISE = {"get_sp_size", "get_cp_size", "get_tp_size"}
+"""Called by `get_total_train_batch_size` of transformers, too."""
+
+
+def calls_of_overrides(folder, ours):
+    """How often each method of transformers' Trainer is called by a training with saves, evaluations and a resumed one,
+    if a subclass overrides all of them; and whether what it saves by itself is there."""
+    from transformers import Trainer, TrainingArguments
+
+    from neuron_accel import NeuronTrainerMixin, NeuronTrainingArguments
+
+    calls = collections.Counter()
+
+    def counted(name):
+        def method(self, *args, **named):
+            calls[name] += 1
+            result = getattr(super(Counted, self), name)(*args, **named)
+            if name == "_save":
+                torch.save(self.model.state_dict(), os.path.join(args[0], "own.pt"))
+            return result
+
+        return method
+
+    names = [name for name, value in vars(Trainer).items() if inspect.isfunction(value) and not name.startswith("__")]
+    Counted = type("Counted", (Trainer,), {name: counted(name) for name in names})
+    made = type("Made", (NeuronTrainerMixin, Counted), {}) if ours else Counted
+    arguments = options(folder, **SHORT | {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2})
+    trainer = made(
+        model=model(),
+        args=(NeuronTrainingArguments if ours else TrainingArguments)(**arguments, load_best_model_at_end=True),
+        train_dataset=Texts(12),
+        eval_dataset=Texts(4),
+    )
+    trainer.train()
+    trainer.predict(Texts(4))
+    trainer.save_model(f"{folder}/final")
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return dict(calls), [os.path.exists(f"{folder}/{each}/own.pt") for each in ("checkpoint-2", "final")]
+
+
+def test_overridden_methods_are_called_as_by_transformers(tmp_path):
+    theirs, saved = run_ranks(calls_of_overrides, 1, str(tmp_path / "stock"), False)[0]
+    mine, also_saved = run_ranks(calls_of_overrides, 1, str(tmp_path / "ours"), True)[0]
+    assert saved == also_saved == [True, True]
+    differ = {name for name in theirs.keys() | mine.keys() if theirs.get(name) != mine.get(name)}
+    assert differ - COUNTED_OTHERWISE == OURS
+    assert not OURS & mine.keys()
+
+
+def saved_by_subclass(folder, strategy):
+    """What a `_save` that asks its model for its weights writes, and the full weights."""
+    from transformers import Trainer
+
+    from neuron_accel import NeuronTrainerMixin, NeuronTrainingArguments
+
+    class Own(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            os.makedirs(output_dir, exist_ok=True)
+            torch.save(self.model.state_dict(), os.path.join(output_dir, "own.pt"))
+            self.model.model.save_pretrained(os.path.join(output_dir, "inner"))
+
+    class Made(NeuronTrainerMixin, Own):
+        pass
+
+    arguments = options(folder, 1, **SHORT | strategy | {"eval_strategy": "no"})
+    trainer = Made(model=model(), args=NeuronTrainingArguments(**arguments), train_dataset=Texts(12))
+    trainer.train()
+    trainer.save_model(f"{folder}/final")
+    trainer.train()  # it still can
+    return list(trainer.accelerator.get_state_dict(trainer.model_wrapped))
+
+
+@pytest.mark.parametrize("strategy", [{"fully_sharded": True}, {"tensor_parallel_size": 2}], ids=["fs", "tp2"])
+def test_a_subclass_that_saves_by_itself_has_full_weights(strategy, tmp_path):
+    from safetensors.torch import load_file
+
+    names = run_ranks(saved_by_subclass, 2, str(tmp_path), strategy)[0]
+    saved = torch.load(tmp_path / "final" / "own.pt")
+    assert list(saved) == names
+    assert {n: v.shape for n, v in saved.items()} == {n: v.shape for n, v in model().state_dict().items()}
+    inner = load_file(tmp_path / "final" / "inner" / "model.safetensors")
+    assert all(torch.equal(value, saved[f"model.{name}"]) for name, value in inner.items())

@@ -123,8 +123,10 @@ def test_options_of_ddp_reach_what_reduces_gradients():
     assert with_ddp_options([], [DistributedDataParallelKwargs(find_unused_parameters=True)], registry) == []
     same = Zero1Plugin(bucket_cap_mb=7.0)
     assert with_ddp_options([same], [DistributedDataParallelKwargs(bucket_cap_mb=7)], registry) == [same]
+    (plugin,) = with_ddp_options([Zero1Plugin(partition="parameters")], [handler], registry)  # as by zero_1=True
+    assert (plugin.partition, plugin.bucket_cap_mb, plugin.broadcast_buffers) == ("parameters", 7.0, False)
     with pytest.raises(ConfigurationError, match=r"write Zero1Plugin\(bucket_cap_mb=7.0\)"):
-        with_ddp_options([Zero1Plugin()], [DistributedDataParallelKwargs(bucket_cap_mb=7)], registry)
+        with_ddp_options([Zero1Plugin(bucket_cap_mb=8.0)], [DistributedDataParallelKwargs(bucket_cap_mb=7)], registry)
 
 
 def test_the_timeout_of_a_handler_is_that_of_every_group():
