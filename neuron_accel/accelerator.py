@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -145,7 +146,7 @@ class NeuronAccelerator(Accelerator):
     ``device_placement``, ``mixed_precision``, ``gradient_accumulation_steps``, ``cpu``, ``dataloader_config``,
     ``rng_types``, ``log_with``, ``project_dir``, ``project_config``, ``gradient_accumulation_plugin``,
     ``step_scheduler_with_optimizer``, ``dynamo_backend`` and ``dynamo_plugin`` are those of ``accelerate.Accelerator``,
-    with its defaults. ``split_batches`` sets that option of ``dataloader_config``. ``deepspeed_plugin``,
+    with its defaults. ``split_batches`` is ignored, as there. ``deepspeed_plugin``,
     ``deepspeed_plugins``, ``fsdp_plugin``, ``torch_tp_plugin``, ``megatron_lm_plugin`` and ``parallelism_config`` raise
     an error that names the alternative.
 
@@ -622,8 +623,15 @@ class NeuronAccelerator(Accelerator):
 
         Raises:
             UsageError: if ``num_items`` is given and a plugin runs the backward pass itself, or ``loss`` is a sum of
-                torch's loss functions.
+                torch's loss functions; for ``create_graph`` on several data-parallel ranks.
         """
+        if kwargs.get("create_graph") and self.run.data_parallel_size > 1:
+            raise UsageError(
+                "`create_graph` is not possible on several data-parallel ranks.",
+                where="accelerator.backward",
+                why="gradients of all ranks are summed, and the sum has no graph to differentiate",
+                fix="compute the penalty by torch.autograd.grad(..., create_graph=True), and add it to the loss",
+            )
         if self._needs_accumulate and not self._step.is_accumulating:
             raise UsageError(
                 "`load_state(keep_batch=True)` has no effect outside `accelerator.accumulate(model)`.",
@@ -1262,6 +1270,8 @@ class NeuronAccelerator(Accelerator):
         """Waits for a save in progress, finishes trackers, releases all prepared objects, and disconnects the ranks."""
         self._session.wait()
         self.run.backend.step_boundary()  # reads the values that are still to be logged
+        if sys.exc_info()[0] is None:
+            self.run.shared_inputs.compare()
         while self._interruptions:
             self._interruptions.pop().close()
         self._teardown()

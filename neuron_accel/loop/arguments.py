@@ -190,7 +190,12 @@ def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Map
                 name,
                 where=f"environment variable {variable}: from `accelerate launch`, or the file of `accelerate config`",
             )
-    splits = given.pop("split_batches", False)
+    if given.pop("split_batches", False):
+        warnings.warn(
+            "split_batches=True is ignored, as Accelerate does: the batch size of a loader is that of one rank. With "
+            "dataloader_config=DataLoaderConfiguration(split_batches=True) it is that of all ranks together.",
+            stacklevel=4,
+        )
     options = dict(configured.accelerate)
     if configured.dataloader:
         options["dataloader_config"] = DataLoaderConfiguration(**configured.dataloader)
@@ -208,14 +213,6 @@ def merged_options(configured: RunConfig, given: Mapping[str, Any], environ: Map
     from_environ = environ.get("ACCELERATE_MIXED_PRECISION") or None
     from_environ = _checked("mixed_precision", from_environ, "ACCELERATE_MIXED_PRECISION")
     options |= given
-    if splits:
-        warnings.warn(
-            "split_batches=True has the effect of dataloader_config=DataLoaderConfiguration(split_batches=True): the "
-            "batch size of a loader is that of all ranks together. Accelerate itself ignores the argument.",
-            stacklevel=4,
-        )
-        loader = options.get("dataloader_config") or DataLoaderConfiguration()
-        options["dataloader_config"] = dataclasses.replace(loader, split_batches=True)
     if "fp8" in (options.get("mixed_precision"), from_environ):
         raise ConfigurationError(
             "mixed_precision='fp8' is not possible here.",

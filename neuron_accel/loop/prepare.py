@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,10 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from neuron_accel.checkpoint.state.training import random_state, set_random_state
 from neuron_accel.data.shared import sharing_group
@@ -23,8 +28,8 @@ from neuron_accel.engine.optim.state import rebind
 from neuron_accel.engine.optim.twin import StandIn, build_deferred, translate
 from neuron_accel.engine.plan.plugin import Phase
 from neuron_accel.engine.runtime.run import PreparedModel, Run, transform_model
-from neuron_accel.engine.runtime.tensors import broadcast_tensors, place, state_tensors
-from neuron_accel.engine.sharding.parameters import ParameterMap
+from neuron_accel.engine.runtime.tensors import broadcast_tensors, full_tensor, place, state_tensors
+from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
 from neuron_accel.errors import UsageError
 from neuron_accel.lazy.filling import give_memory, origin_of, read_rest
 from neuron_accel.loop.gradient_checkpointing import recompute_layers
@@ -82,6 +87,7 @@ def prepare_model(
         original=model, module=model, parameters=ParameterMap(model, mesh=run.mesh), optimizable=training
     )
     run.models.append(record)
+    hooked = hooked_parameters(record)
     transform_model(record, run, before=Phase.GRADIENTS)
     if origin is not None:
         reads_itself = any(plugin.spec.reads_weights for plugin in run.plan.plugins)
@@ -90,6 +96,7 @@ def prepare_model(
         place(record.module, device, record.parameters)
     record.module = wrap(record.module)
     record.parameters.follow(record.inner)
+    carry_hooks(hooked, run)
     load(record)
     if run.events.of["part"]:
         record.make_events(run.events)
@@ -97,11 +104,126 @@ def prepare_model(
     if training:
         transform_model(record, run, since=Phase.GRADIENTS)
         record.handles.append(record.module.register_forward_pre_hook(record.set_synchronises))
+        _watch_changes(record, run)
         if run.backend.is_lazy and (handle := recompute_layers(record.module, run.backend)) is not None:
             record.handles.append(handle)
         if not hasattr(record.module, "no_sync"):
             record.module.no_sync = NoSync(record)  # type: ignore[assignment]  # a callable, as DDP's method is
+    _offer_as_ddp(record, run)
     return record
+
+
+def _offer_as_ddp(record: PreparedModel, run: Run) -> None:
+    """Sets ``module`` and ``device``, which a DistributedDataParallel has, on several ranks, where Accelerate makes
+    one."""
+    if run.backend.world_size > 1:
+        for name, value in (("module", record.inner), ("device", run.device)):
+            if not hasattr(record.inner, name):
+                vars(record.inner)[name] = value
+
+
+def _watch_changes(record: PreparedModel, run: Run) -> None:
+    """Checks before the next forward pass, once a module has got a parameter or a part, that its gradients are
+    reduced. torch calls a hook at each such change, so that a step costs nothing."""
+    reference = weakref.ref(record)
+
+    def changed(*_: Any) -> None:
+        if (model := reference()) is not None:
+            model.is_changed = True
+
+    record.check_changes = partial(_refuse_joined, reference, run)
+    for handle in (
+        register_module_parameter_registration_hook(changed),
+        register_module_module_registration_hook(changed),
+    ):
+        record.handles.append(handle)
+        weakref.finalize(record, handle.remove)
+
+
+def _refuse_joined(reference: weakref.ref[PreparedModel], run: Run) -> bool:
+    """Raises an error if parameters joined the model that train; returns whether some did that do not."""
+    record = reference()
+    if record is None or run.backend.world_size == 1:
+        return False
+    joined = {name: p for name, p in record.inner.named_parameters() if run.find_parameter(p) is None}
+    if new := [name for name, parameter in joined.items() if parameter.requires_grad]:
+        raise UsageError(
+            f"{new[0]!r} is a parameter that was added to {type(record.original).__name__} after `prepare`.",
+            where=f"the first forward pass with it; {len(new)} such parameters",
+            why="its gradient would not be reduced, and the copies of it on the ranks would drift apart",
+            fix="add it before `prepare`, or call accelerator.free_memory() and prepare the model and a new optimizer "
+            "again; a parameter that is not trained may be added with requires_grad=False",
+        )
+    return bool(joined)
+
+
+def hooked_parameters(record: PreparedModel) -> list[tuple[ParameterRecord, nn.Parameter, dict[int, Any]]]:
+    """The parameters to which a loop has attached hooks, with those for their gradients."""
+    return [
+        (each, parameter, dict(_hooks_of(parameter)))
+        for each in record.parameters
+        if (parameter := each.current) is not None and (_hooks_of(parameter) or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    ]
+
+
+def _hooks_of(parameter: torch.Tensor) -> dict[int, Any]:
+    return parameter._backward_hooks or {}
+
+
+def carry_hooks(hooked: list[tuple[ParameterRecord, nn.Parameter, dict[int, Any]]], run: Run) -> None:
+    """Attaches hooks to the parameters by which a plugin has replaced those that had them. They see the gradient that
+    the parameter of the original model would have.
+
+    Raises:
+        UsageError: for a hook that would see a shard.
+    """
+    for record, before, hooks in hooked:
+        parameter = record.current
+        if parameter is None or (parameter is before and not record.partial_axes):
+            continue
+        if parameter is not before and before._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise UsageError(
+                f"The post-accumulate hook of {record.fqn!r} would see one rank's shard.",
+                where="prepare(model)",
+                why="it was registered on the full parameter, which a plugin has replaced by a shard",
+                fix="register it on the parameter of the prepared model, for its shard, or use `register_hook`, which "
+                "sees the full gradient",
+            )
+        if hooks:
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True).register_hook(_OnFull(before, hooks, record, run))
+            parameter.requires_grad_(trains)
+            if parameter is before:
+                for key in hooks:
+                    _hooks_of(before).pop(key)
+
+
+class _OnFull:
+    """Calls hooks with the full gradient of a parameter of which ranks have shards or partial sums. Collective.
+
+    Args:
+        before: the parameter on which they were registered, from which they may be removed.
+        hooks: the hooks.
+        record: the parameter.
+        run: the run.
+    """
+
+    def __init__(self, before: nn.Parameter, hooks: dict[int, Any], record: ParameterRecord, run: Run) -> None:
+        self._before, self._hooks, self._record, self._run = _hooks_of(before), hooks, record, run
+        self._was_replaced = record.current is not before
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        record, run = self._record, self._run
+        hooks = [hook for key, hook in self._hooks.items() if not self._was_replaced or key in self._before]
+        if not hooks:
+            return None
+        group = run.group(*record.partial_axes)
+        full = run.backend.all_reduce(gradient.clone(), group) if group.size > 1 else gradient
+        full = full_tensor(full, record.layout, run).to(gradient.device)
+        for hook in hooks:
+            result = hook(full)
+            full = full if result is None else result
+        return record.layout.shard(full, run.coordinates) / group.size
 
 
 def share_random_state(run: Run) -> None:
@@ -142,6 +264,8 @@ def _let_go(record: PreparedModel) -> None:
     prepared again."""
     for module in (record.original, record.module):
         vars(module).pop("_neuron_accel_owner", None)
+        if vars(module).get("module") is module:
+            del module.module
     for handle in record.handles:
         handle.remove()
     if any(r.layout.cuts or r.holders or r.weights for r in record.parameters):

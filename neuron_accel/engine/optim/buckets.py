@@ -156,6 +156,12 @@ class FlatGradients:
         if gradient is None:
             return
         check_dense(gradient, self._bucket.records[index])
+        if gradient.dtype is not self._bucket.dtype:
+            raise UsageError(
+                f"The gradient of {self._bucket.records[index].fqn!r} is {gradient.dtype}, not {self._bucket.dtype}.",
+                why="the model was converted, by `double()`, `half()` or `to()`, after it was prepared",
+                fix="convert the model before `prepare`",
+            )
         if self._flat is None:
             self._allocate()
         slot = self._slots[index]

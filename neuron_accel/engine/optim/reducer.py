@@ -347,7 +347,7 @@ class BackwardWatcher:
         buckets = self._owner.admit(self._trainable.join(begun))
         for number, bucket in enumerate(buckets, len(self._buckets)):
             for index, (parameter, record) in enumerate(zip(bucket.parameters, bucket.records, strict=True)):
-                self._handles.append(_hooked(parameter, _arrival(weakref.ref(self), len(self._watched))))
+                self._handles.append(_hooked(parameter, _Arrival(self, len(self._watched))))
                 self._watched.append((number, index, record, record.completed_late))
             if self._pass is not None:
                 self._pass.active.append(True)
@@ -385,13 +385,15 @@ class BackwardWatcher:
         self._owed = [False] * len(self._buckets)
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
-    def _arrived(self, number: int) -> None:
+    def _arrived(self, number: int, followed: bool) -> None:
         bucket, index, record, is_late = self._watched[number]
         if not self._owner.reduces_now:
             if not self._owed[bucket]:
                 self.owe()
             return
         now = self._enter()
+        if followed:
+            now.sends_early = False  # gradients stay where they are to the end of this pass
         if is_late:
             return
         is_sent = bucket < now.next and bucket not in now.ahead
@@ -659,17 +661,29 @@ class Trainable:
         )
 
 
-def _arrival(reference: weakref.ref[BackwardWatcher], number: int) -> Callable[[torch.Tensor], None]:
-    """A hook of a parameter, by its number. It keeps neither the watcher nor a record, which have the parameter:
+class _Arrival:
+    """The hook of a parameter, by its number. It keeps neither the watcher nor a record, which have the parameter:
     Python's garbage collector does not see these hooks, and would never free them."""
 
-    def arrived(parameter: torch.Tensor) -> None:
-        watcher = reference()
+    def __init__(self, watcher: BackwardWatcher, number: int) -> None:
+        self._watcher, self._number = weakref.ref(watcher), number
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        watcher = self._watcher()
         # Autograd also calls it for a node that has returned None; the gradient may follow in another backward call.
         if watcher is not None and parameter.grad is not None:
-            watcher._arrived(number)
+            hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            watcher._arrived(self._number, len(hooks) > 1 and self._is_followed(hooks))
 
-    return arrived
+    def _is_followed(self, hooks: dict[int, Any]) -> bool:
+        """Whether the loop has registered hooks since, which have to see the gradient: from now on this one is last."""
+        order = list(hooks.items())
+        place = next(index for index, (_, hook) in enumerate(order) if hook is self)
+        if all(isinstance(hook, _Arrival) for _, hook in order[place:]):
+            return False
+        key = order[place][0]
+        hooks[key] = hooks.pop(key)
+        return True
 
 
 def _hooked(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:

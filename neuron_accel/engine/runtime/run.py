@@ -73,6 +73,10 @@ class PreparedModel:
 
     forward_is_event: bool = False
     """Whether each forward pass is an event: :meth:`make_events` was called."""
+    is_changed: bool = False
+    """Whether some module of the process has got a parameter or a part since :attr:`check_changes` was called."""
+    check_changes: Callable[[], bool] = lambda: False
+    """Is called before a forward pass if :attr:`is_changed`, and returns whether it is to be called again."""
 
     def __repr__(self) -> str:
         use = "for training" if self.optimizable else "for evaluation"
@@ -131,6 +135,8 @@ class PreparedModel:
 
     def set_synchronises(self, *_: Any) -> None:
         """Sets :attr:`synchronises`; called at the start of a forward pass."""
+        if self.is_changed:
+            self.is_changed = self.check_changes()
         if torch.is_grad_enabled():
             self.synchronises = self.sync_enabled
 

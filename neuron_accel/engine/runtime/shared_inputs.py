@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from neuron_accel.engine.runtime.join import Ranks
 
 EVERY = 8
-"""Number of forward passes from one exchange to the next."""
+"""Number of forward passes from one exchange to the next, but for the first ones."""
+EARLY = (1, 2, 4)
+"""Numbers of passes after which there is an exchange, too: a short run is compared."""
 ROUNDING = 1e-3
 """Relative difference of norms that rounding explains, also in bfloat16."""
 FLOOR = 1e-4
@@ -82,9 +84,9 @@ class SharedInputs:
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Adds the inputs of a forward pass and the state of the generators before it. Collective once in
-        :data:`EVERY` calls, beginning with the first."""
+        :data:`EVERY` calls, beginning with the first, and after the first ones."""
         run = self._run
-        exchanges = self._passes % EVERY == 0
+        exchanges = self._passes % EVERY == 0 or self._passes in EARLY
         self._passes += 1
         for tensor in _integers([*args, *kwargs.values()]):
             if tensor.device.type == "cpu" or (exchanges and not run.backend.is_lazy):

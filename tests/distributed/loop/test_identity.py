@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from neuron_accel.errors import NeuronAccelError, UsageError
 from neuron_accel.testing import run_ranks
+from tests.distributed.models import llama
 
 COMPOSITIONS = {
     "data_parallel": [],
@@ -50,7 +52,28 @@ def cached_gradients(accelerator):
     return accelerator.get_state_dict(model)
 
 
-FORMS = {"cached gradients": cached_gradients}
+def trained(accelerator, model, optimizer):
+    for x in batches(accelerator, 3):
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def hooks_registered_after_prepare(accelerator):
+    """They see the gradient of this rank's samples, before it is reduced."""
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    return trained(accelerator, model, optimizer)
+
+
+FORMS = {"cached gradients": cached_gradients, "hooks registered after prepare": hooks_registered_after_prepare}
 
 
 def loops(plugins):
@@ -70,3 +93,104 @@ def test_loops_train_as_in_one_process(composition):
     for name, weights in alone().items():
         for key, value in weights.items():
             torch.testing.assert_close(found[name][key], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---- hooks that a strategy would lose --------------------------------------------------------------------------------
+TENSOR_PARALLEL = {
+    "tp2": [{"model_parallelism": {"tensor_parallel_size": 2}}],
+    "tp2+sp": [{"model_parallelism": {"tensor_parallel_size": 2}}, "sequence_parallel"],
+}
+
+
+def hooks_registered_before_prepare(plugins):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator, seen = NeuronAccelerator(config={"plugins": plugins}), []
+    model = llama()
+    embeddings = model.get_input_embeddings().weight
+    mask = torch.ones(len(embeddings), 1)
+    mask[:48] = 0
+    embeddings.register_hook(lambda gradient: gradient * mask)
+    embeddings.register_hook(lambda gradient: seen.append(gradient.norm().item()))
+    embeddings.register_hook(lambda gradient: gradient * 1000).remove()
+    norm = model.model.norm.weight
+    norm.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    removed = model.lm_head.weight.register_hook(torch.zeros_like)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    removed.remove()
+    ids = torch.randint(0, 96, (4, 12), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, accelerator.get_state_dict(model)
+
+
+@functools.cache
+def hooked_alone():
+    return run_ranks(hooks_registered_before_prepare, 1, [])[0]
+
+
+@pytest.mark.parametrize("composition", TENSOR_PARALLEL)
+def test_hooks_registered_before_prepare_see_full_gradients(composition):
+    seen, weights = run_ranks(hooks_registered_before_prepare, 2, TENSOR_PARALLEL[composition])[0]
+    expected, plain = hooked_alone()
+    assert seen == pytest.approx(expected, rel=1e-4)
+    for key, value in plain.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+# ---- what joins later ------------------------------------------------------------------------------------------------
+def joins_later():
+    from neuron_accel import NeuronAccelerator
+
+    accelerator, model = NeuronAccelerator(), net()
+    model = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))[0]
+    assert model.module is model  # as a DistributedDataParallel has one
+    assert model.device.type == accelerator.device.type
+    said, kept = [], model[2].weight
+    for join in (
+        lambda: setattr(model[2], "weight", nn.Parameter(model[2].weight.detach().clone())),
+        lambda: setattr(model, "2", nn.Sequential(model[2], nn.Linear(5, 5))),
+        lambda: model[2][1].requires_grad_(False),
+    ):
+        model.zero_grad()
+        join()
+        try:
+            model(next(batches(accelerator, 1)))
+            said.append(None)
+        except UsageError as error:
+            said.append(str(error))
+            if isinstance(model[2], nn.Linear):
+                model[2].weight = kept
+    return said
+
+
+def test_a_parameter_that_joins_later_is_refused_by_name():
+    replaced, added, frozen = run_ranks(joins_later, 2)[0]
+    assert replaced.startswith("'2.weight' is a parameter that was added")
+    assert "2.1.weight" in added
+    assert frozen is None
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+def refused(plugins):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator, model = NeuronAccelerator(config={"plugins": plugins}), net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    said = []
+    with pytest.raises(UsageError) as caught:
+        accelerator.backward(model(next(batches(accelerator, 1))).square().mean(), create_graph=True)
+    said.append(str(caught.value))
+    with pytest.raises(NeuronAccelError) as caught:
+        accelerator.backward(model.double()(next(batches(accelerator, 1)).double()).square().mean())
+        optimizer.step()
+    return [*said, str(caught.value)]
+
+
+@pytest.mark.parametrize("composition", ["data_parallel", "zero1"])
+def test_what_cannot_be_right_is_refused_by_name(composition):
+    graph, converted = run_ranks(refused, 2, COMPOSITIONS[composition])[0]
+    assert "create_graph" in graph
+    assert "float64" in converted
