@@ -125,13 +125,20 @@ def _offer_as_ddp(record: PreparedModel, run: Run) -> None:
 def _watch_changes(record: PreparedModel, run: Run) -> None:
     """Checks before the next forward pass, once a module has got a parameter or a part, that its gradients are
     reduced. torch calls a hook at each such change, so that a step costs nothing."""
-    reference = weakref.ref(record)
+    reference, inside = weakref.ref(record), weakref.WeakSet(record.inner.modules())
 
-    def changed(*_: Any) -> None:
-        if (model := reference()) is not None:
+    def changed(module: nn.Module, *_: Any) -> None:
+        if module in inside and (model := reference()) is not None:
             model.is_changed = True
 
-    record.check_changes = partial(_refuse_joined, reference, run)
+    def check() -> bool:
+        model = reference()
+        if model is None:
+            return False
+        inside.update(model.inner.modules())
+        return _refuse_joined(model, run)
+
+    record.check_changes = check
     for handle in (
         register_module_parameter_registration_hook(changed),
         register_module_module_registration_hook(changed),
@@ -140,10 +147,9 @@ def _watch_changes(record: PreparedModel, run: Run) -> None:
         weakref.finalize(record, handle.remove)
 
 
-def _refuse_joined(reference: weakref.ref[PreparedModel], run: Run) -> bool:
+def _refuse_joined(record: PreparedModel, run: Run) -> bool:
     """Raises an error if parameters joined the model that train; returns whether some did that do not."""
-    record = reference()
-    if record is None or run.backend.world_size == 1:
+    if run.backend.world_size == 1:
         return False
     joined = {name: p for name, p in record.inner.named_parameters() if run.find_parameter(p) is None}
     if new := [name for name, parameter in joined.items() if parameter.requires_grad]:

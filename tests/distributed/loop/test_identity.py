@@ -183,9 +183,13 @@ def refused(plugins):
     with pytest.raises(UsageError) as caught:
         accelerator.backward(model(next(batches(accelerator, 1))).square().mean(), create_graph=True)
     said.append(str(caught.value))
-    with pytest.raises(NeuronAccelError) as caught:
+
+    def converted():
         accelerator.backward(model.double()(next(batches(accelerator, 1)).double()).square().mean())
         optimizer.step()
+
+    with pytest.raises(NeuronAccelError) as caught:
+        converted()
     return [*said, str(caught.value)]
 
 
