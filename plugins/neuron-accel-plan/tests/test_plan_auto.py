@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from neuron_accel_plan import auto
+from neuron_accel_plan.candidates import offering
 from neuron_accel_plan.ranks import CpuRanks, cpu_machine, used_part
 
 from neuron_accel import NeuronAccelerator, find_instance
-from neuron_accel.commands import plugin_classes
 from neuron_accel.contract import ConfigurationError
 from neuron_accel.testing import run_ranks
 
@@ -24,8 +24,8 @@ def configuration():
 
 def few_plugins(*kept):
     """Environment in which a search has few layouts to count."""
-    offering = [cls for cls in plugin_classes() if cls.layouts.__qualname__ != "StrategyPlugin.layouts"]
-    return {"NEURON_ACCEL_DISABLE_PLUGINS": ",".join(cls.spec.name for cls in offering if cls.spec.name not in kept)}
+    names = (cls.spec.name for cls in offering())
+    return {"NEURON_ACCEL_DISABLE_PLUGINS": ",".join(name for name in names if name not in kept)}
 
 
 def samples():
