@@ -69,7 +69,7 @@ def decoder() -> nn.Module:
 def sharded_state(optimizer) -> list[object]:
     (shard,) = optimizer.optimizer.shards
     lazy = contract.LazyGatheredShard.__new__(contract.LazyGatheredShard)
-    vars(lazy).update(bucket=shard.bucket, partition=shard.partition)
+    vars(lazy).update(bucket=shard.bucket, parameters=shard.parameters, partition=shard.partition)
     return [optimizer.optimizer, shard, lazy]
 
 

@@ -147,7 +147,7 @@ def test_slices_are_copied_between_folders_and_stores(store, tmp_path, source, t
     Files().assemble(made, [b"head", Extent(given, 7, 9 * PART), Extent(given, 0, 3)])
     assert made.read_bytes() == b"head" + LARGE[7 : 7 + 9 * PART] + LARGE[:3]
     with pytest.raises(CheckpointError, match="'given' ends too early"):
-        Files().assemble(made, [Extent(given, len(LARGE) - 1, 2)])
+        Files().assemble(made.with_name("other"), [Extent(given, len(LARGE) - 1, 2)])
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

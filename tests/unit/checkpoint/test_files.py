@@ -96,6 +96,7 @@ def test_every_block_of_a_file_has_a_checksum(tmp_path, monkeypatch):
     monkeypatch.setattr("neuron_accel.checkpoint.format.files._CHUNK", 3)
     data = bytes(range(14))
     for parts in ([data], [data[:5], data[5:]], [data[i : i + 1] for i in range(14)], [b"", data, b""]):
+        (tmp_path / "x").unlink(missing_ok=True)  # no file is written over
         written = Files().write(tmp_path / "x", parts)
         assert written == Written(14, checksums_of(data))
     assert len(written.checksums) == 4
@@ -221,6 +222,7 @@ def test_a_value_that_is_not_an_integer_is_refused_in_every_integer_field(tmp_pa
     assert len(places) >= 10
     for place in places:
         metadata = {"neuron_accel": json.dumps(changed(described, place, number))}
+        path.unlink(missing_ok=True)
         write(path, {"a": torch.arange(3, dtype=torch.float32)}, metadata)
         assert isinstance(outcome(Index().add, path, read_header(path)), CheckpointError), place
 
