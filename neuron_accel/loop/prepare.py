@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,10 +15,6 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from neuron_accel.checkpoint.state.training import random_state, set_random_state
 from neuron_accel.data.shared import sharing_group
@@ -104,7 +99,7 @@ def prepare_model(
     if training:
         transform_model(record, run, since=Phase.GRADIENTS)
         record.handles.append(record.module.register_forward_pre_hook(record.set_synchronises))
-        _watch_changes(record, run)
+        record.watch_changes(partial(_refuse_joined, run))
         if run.backend.is_lazy and (handle := recompute_layers(record.module, run.backend)) is not None:
             record.handles.append(handle)
         if not hasattr(record.module, "no_sync"):
@@ -122,32 +117,7 @@ def _offer_as_ddp(record: PreparedModel, run: Run) -> None:
                 vars(record.inner)[name] = value
 
 
-def _watch_changes(record: PreparedModel, run: Run) -> None:
-    """Checks before the next forward pass, once a module has got a parameter or a part, that its gradients are
-    reduced. torch calls a hook at each such change, so that a step costs nothing."""
-    reference, inside = weakref.ref(record), weakref.WeakSet(record.inner.modules())
-
-    def changed(module: nn.Module, *_: Any) -> None:
-        if module in inside and (model := reference()) is not None:
-            model.is_changed = True
-
-    def check() -> bool:
-        model = reference()
-        if model is None:
-            return False
-        inside.update(model.inner.modules())
-        return _refuse_joined(model, run)
-
-    record.check_changes = check
-    for handle in (
-        register_module_parameter_registration_hook(changed),
-        register_module_module_registration_hook(changed),
-    ):
-        record.handles.append(handle)
-        weakref.finalize(record, handle.remove)
-
-
-def _refuse_joined(record: PreparedModel, run: Run) -> bool:
+def _refuse_joined(run: Run, record: PreparedModel) -> bool:
     """Raises an error if parameters joined the model that train; returns whether some did that do not."""
     if run.backend.world_size == 1:
         return False

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.plan.plugin import HOOKS, Phase, overrides
@@ -132,6 +136,28 @@ class PreparedModel:
 
         self.handles.append(self.module.register_forward_pre_hook(begin, prepend=True))
         self.handles.append(self.module.register_forward_hook(end, always_call=True))
+
+    def watch_changes(self, check: Callable[[PreparedModel], bool]) -> None:
+        """Calls ``check`` before the next forward pass once a module of the model has got a parameter or a part, and
+        again while it returns True. torch calls a hook at each such change, so that a step costs nothing."""
+        reference, inside = weakref.ref(self), weakref.WeakSet(self.inner.modules())
+
+        def changed(module: nn.Module, *_: Any) -> None:
+            if module in inside and (model := reference()) is not None:
+                model.is_changed = True
+
+        def checked() -> bool:
+            model = reference()
+            if model is None:
+                return False
+            inside.update(model.inner.modules())
+            return check(model)
+
+        self.check_changes = checked
+        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+            handle = register(changed)
+            self.handles.append(handle)
+            weakref.finalize(self, handle.remove)
 
     def set_synchronises(self, *_: Any) -> None:
         """Sets :attr:`synchronises`; called at the start of a forward pass."""
