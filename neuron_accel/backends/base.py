@@ -462,6 +462,15 @@ class Backend(ABC):
         """Number of graphs compiled so far; None on devices without a compiler."""
         return None
 
+    @property
+    def compile_seconds(self) -> float | None:
+        """Seconds that the compiler has taken so far; None on devices that do not say."""
+        return None
+
+    def graph_of(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """The fingerprint of the pending graph that computes ``tensors``; None on devices that are not lazy."""
+        return None
+
     def board(self) -> Board:
         """Returns the :class:`Board` that all ranks share."""
         return LocalBoard()

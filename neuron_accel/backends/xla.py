@@ -435,6 +435,17 @@ class XlaBackend(Backend):
 
         return metrics.counter_value("UncachedCompile") or 0
 
+    @property
+    def compile_seconds(self) -> float:
+        import torch_xla.debug.metrics as metrics
+
+        return (metrics.metric_data("CompileTime") or (0, 0.0))[1] / 1e9
+
+    def graph_of(self, tensors: Sequence[torch.Tensor]) -> str:
+        import torch_xla
+
+        return torch_xla._XLAC._get_graph_hash(list(tensors)).hex()
+
     def board(self) -> Board:
         return self._channel.board()
 

@@ -24,7 +24,7 @@ COMMANDS = {
     "new-plugin": ("neuron_accel.cli.new_plugin", "create a package with a strategy plugin"),
     "precompile": ("neuron_accel.cli.precompile", "compile the graphs of a training run ahead of time"),
     "cache": ("neuron_accel.cli.cache", "list the compile cache, and evict entries"),
-    "test": ("neuron_accel.cli.smoke_test", "check this installation on several ranks, in under a minute"),
+    "test": ("neuron_accel.cli.smoke_test", "check this installation: a ladder from the device to the Trainer"),
     "consolidate": ("neuron_accel.cli.consolidate", "turn a sharded checkpoint into a standard model folder"),
     "inspect": ("neuron_accel.cli.inspect", "show the contents of a checkpoint"),
     "verify": ("neuron_accel.cli.verify", "check that a checkpoint is complete and undamaged"),
