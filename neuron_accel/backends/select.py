@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -51,6 +52,14 @@ class Probes(Protocol):
     @property
     def native_neuron(self) -> bool:
         """Whether torch has a usable ``neuron`` device (TorchNeuron: Trn2, Trn3)."""
+
+    @property
+    def native_problem(self) -> Exception | None:
+        """Why the native device that is installed cannot be used; None if it can, or none is installed."""
+
+    @property
+    def missing(self) -> str:
+        """What the installed torch lacks to use a Neuron device, as an advice."""
 
     @property
     def xla_neuron(self) -> bool:
@@ -134,18 +143,28 @@ def hardware_root(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 class Machine:
-    """:class:`Probes` of this machine. Each property is computed on first access and cached."""
+    """:class:`Probes` of this machine. Each property is computed on first access and cached.
+
+    Args:
+        apart: whether a native device is opened by a process of its own, so that this one holds no core.
+    """
+
+    def __init__(self, *, apart: bool = False) -> None:
+        self._apart = apart
 
     @cached_property
     def native_neuron(self) -> bool:
-        if self._flavour != "native":  # some inference packages add another torch.neuron
-            return False
-        import torch
+        return self._flavour == "native" and self.native_problem is None
 
-        try:
-            return bool(torch.get_device_module("neuron").is_available())
-        except Exception:  # there is no such device, or its runtime cannot start
-            return False
+    @cached_property
+    def native_problem(self) -> Exception | None:
+        if self._flavour != "native":  # some inference packages add another torch.neuron
+            return None
+        return _open_apart() if self._apart else _open_native()
+
+    @cached_property
+    def missing(self) -> str:
+        return _missing_piece(_version("torch"), _version("torch-neuronx"), self._flavour, self._product)
 
     @cached_property
     def xla_neuron(self) -> bool:
@@ -153,7 +172,7 @@ class Machine:
 
     @cached_property
     def neuron_hardware(self) -> bool:
-        return any((hardware_root() / "dev").glob("neuron[0-9]*"))
+        return any((hardware_root() / "dev").glob("neuron[0-9]*")) or self._product.startswith("trn")
 
     @cached_property
     def torch_xla(self) -> bool:
@@ -166,12 +185,67 @@ class Machine:
         return torch.cuda.is_available()
 
     @cached_property
+    def _product(self) -> str:
+        """The instance type, in the product name of this machine (DMI); its devices are missing without the driver."""
+        try:
+            name = (hardware_root() / "sys/devices/virtual/dmi/id/product_name").read_text(errors="replace")
+        except OSError:
+            return ""
+        return name.strip().removeprefix("ml.")
+
+    @cached_property
     def _flavour(self) -> NeuronFlavour | None:
         try:
             distribution = importlib.metadata.distribution("torch-neuronx")
         except importlib.metadata.PackageNotFoundError:
             return None
         return neuron_flavour(distribution.version, {point.group for point in distribution.entry_points})
+
+
+def _open_native() -> Exception | None:
+    try:
+        import torch
+
+        module = torch.get_device_module("neuron")
+        if module.is_available():
+            return None
+        return RuntimeError(f"torch.neuron.device_count() is {module.device_count()}")  # or raises what was hidden
+    except Exception as error:
+        return error
+
+
+def _open_apart() -> Exception | None:
+    """As :func:`_open_native`, in a process that ends before ranks start."""
+    code = (
+        "import sys; from neuron_accel.backends.select import Machine; error = Machine().native_problem; "
+        "sys.exit(0 if error is None else f'{type(error).__name__}: {error}')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return None if done.returncode == 0 else RuntimeError(done.stderr.strip()[-2000:] or f"exit code {done.returncode}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _missing_piece(torch: str | None, neuronx: str | None, flavour: NeuronFlavour | None, product: str) -> str:
+    release = ".".join((torch or "none").split(".")[:2])
+    what = (
+        f"torch-neuronx {neuronx}" + ("" if flavour else " (an empty placeholder)") if neuronx else "no torch-neuronx"
+    )
+    found = f"torch {release} and {what} are installed"
+    if product.startswith("trn1") and release != "2.9":
+        return f"{found}; Trn1 needs torch 2.9 with torch-neuronx of Neuron SDK 2.31 (constraints/xla.txt)"
+    if flavour == "native":
+        return f"{found}; look at the driver with neuron-ls, and whether another process holds the cores"
+    if release == "2.9":
+        return f"{found}; install torch-neuronx 2.9 and torch_xla from AWS's package index (constraints/xla.txt)"
+    if release in ("2.13", "2.14"):
+        return f"{found}; install torch-neuronx {release} from AWS's package index (constraints/native-{release}.txt)"
+    return f"{found}; torch-neuronx is released for torch 2.14, 2.13 and, through torch_xla, 2.9"
 
 
 def neuron_flavour(version: str, entry_point_groups: set[str]) -> NeuronFlavour | None:
@@ -210,7 +284,8 @@ def choose(
         cpu: whether the caller requests the CPU.
 
     Raises:
-        ConfigurationError: for an unknown name, or requests that contradict each other.
+        ConfigurationError: for an unknown name, requests that contradict each other, or Neuron hardware that cannot be
+            used where the CPU is not requested.
     """
     if isinstance(requested, DryRun):
         return _dry("the backend argument", requested, environ)
@@ -229,6 +304,16 @@ def choose(
     without = _why_not_xla(name, source, forbidden, probes)
     if without is None:
         return Decision(backend="xla", device="xla", reason="this is Neuron hardware with the XLA packages for it")
+    problem = probes.native_problem
+    if probes.neuron_hardware:
+        raise ConfigurationError(
+            "This machine has Neuron hardware, which cannot be used.",
+            where="the choice of a backend",
+            why=without if problem is None else f"the native device does not open: {type(problem).__name__}: {problem}",
+            fix=f"{probes.missing}; neuron-accel doctor looks at the rest. To train on its CPU, pass --cpu or cpu=True",
+        ) from problem
+    if problem is not None:
+        without += f"; the native Neuron device does not open: {problem}"
     if probes.cuda:
         return Decision(backend="torch", device="cuda", reason=f"torch sees a CUDA device, {without}")
     return Decision(backend="torch", device="cpu", reason=f"no accelerator can be used, {without}")

@@ -190,6 +190,13 @@ def run(args: argparse.Namespace) -> int:
         show(f"{plan.explain(width)}\neach rank runs:")
         print(format_command([sys.executable, *plan.command("LAUNCHER_PID")], width, indent="  "))
         return 0
+    if request.instance and plan.device in ("cpu", "cuda") and not request.cpu:
+        raise ConfigurationError(
+            f"This machine has no device of a {request.instance}.",
+            where="--instance",
+            why=f"its ranks would use another one: device {plan.device}, {plan.reason}",
+            fix="pass --cpu to rehearse here, or --dry-run to see the plan",
+        )
     return launch(plan)
 
 
@@ -241,7 +248,7 @@ def prepare(request: LaunchRequest, *, meets: bool = True) -> LaunchPlan:
     if not meets:
         request = dataclasses.replace(request, master_addr=request.master_addr or "the first machine of the job")
     check_request(request)  # before torch is imported, so that a wrong path is reported at once
-    probes = Machine()
+    probes = Machine(apart=True)
     decision = choose(None, os.environ, probes, cpu=request.cpu)
     instance = detect_instance()
     host = Host(

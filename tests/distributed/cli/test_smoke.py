@@ -178,12 +178,6 @@ def test_the_exit_code_follows_the_result(monkeypatch, capsys, tmp_path, last, c
     assert {"versions", "environment", "device", "ranks"} <= written.keys()
 
 
-@pytest.mark.parametrize("words", ["--from tq", "--quick --from tp"])
-def test_a_rung_that_is_not_tried_is_refused(capsys, words):
-    assert main(["test", *words.split()]) == 2
-    assert "There is no rung" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["test --cpu", "calibrate --cpu --quick --output machine.yaml"])
 def test_what_commands_with_ranks_show_fits_a_terminal_of_80_columns(command, tmp_path):
     if command.startswith("calibrate"):

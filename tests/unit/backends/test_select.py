@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,7 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from neuron_accel.backends.select import Decision, DryRun, Machine, choose, connect, flag, neuron_flavour, settle
+from neuron_accel.backends.select import (
+    Decision,
+    DryRun,
+    Machine,
+    _missing_piece,
+    choose,
+    connect,
+    flag,
+    neuron_flavour,
+    settle,
+)
+from neuron_accel.cli.main import main
 from neuron_accel.errors import ConfigurationError, UsageError
 
 
@@ -20,6 +32,8 @@ class Fakes:
     neuron_hardware: bool = False
     torch_xla: bool = False
     cuda: bool = False
+    native_problem: Exception | None = None
+    missing: str = "install something"
 
 
 NOTHING = Fakes()
@@ -43,16 +57,12 @@ ROWS = [
     (None, {}, TRN2_NATIVE, False, "torch", "neuron", "native"),
     (None, {}, TRN2_BOTH, False, "torch", "neuron", "native"),
     # the environment chooses
-    (None, {"NEURON_ACCEL_BACKEND": "torch"}, TRN1, False, "torch", "cpu", "NEURON_ACCEL_BACKEND asks for torch"),
     (None, {"NEURON_ACCEL_BACKEND": "xla"}, XLA_INSTALLED, False, "xla", "xla", "NEURON_ACCEL_BACKEND"),
     (None, {"NEURON_ACCEL_BACKEND": "auto"}, TRN1, False, "xla", "xla", "Neuron hardware"),
     (None, {"NEURON_ACCEL_BACKEND": ""}, TRN1, False, "xla", "xla", "Neuron hardware"),
-    (None, {"DISABLE_XLA": "1"}, TRN1, False, "torch", "cpu", "DISABLE_XLA"),
     (None, {"DISABLE_XLA": "0"}, TRN1, False, "xla", "xla", "Neuron hardware"),
-    (None, {"USE_TORCH_XLA": "false"}, TRN1, False, "torch", "cpu", "USE_TORCH_XLA"),
     (None, {"DISABLE_XLA": "1"}, TRN2_BOTH, False, "torch", "neuron", "native"),
     # the argument comes before the environment
-    ("torch", {"NEURON_ACCEL_BACKEND": "xla"}, TRN1, False, "torch", "cpu", "argument"),
     ("xla", {"NEURON_ACCEL_BACKEND": "torch"}, XLA_INSTALLED, False, "xla", "xla", "argument"),
     ("auto", {"NEURON_ACCEL_BACKEND": "torch"}, TRN1, False, "xla", "xla", "Neuron hardware"),
     ("torch", {}, TRN2_BOTH, False, "torch", "neuron", "native"),
@@ -68,6 +78,112 @@ ROWS = [
     (None, {"ACCELERATE_USE_CPU": "false"}, CUDA, False, "torch", "cuda", "CUDA"),
     ("torch", {"ACCELERATE_USE_CPU": "yes"}, TRN2_BOTH, False, "torch", "cpu", "ACCELERATE_USE_CPU"),
 ]
+
+
+BROKEN = Fakes(neuron_hardware=True, native_problem=OSError("libnrt.so.1: cannot open"))
+REFUSALS = [
+    ({}, Fakes(neuron_hardware=True), "packages for Neuron are not installed"),
+    ({}, BROKEN, "OSError: libnrt.so.1: cannot open"),
+    ({}, Fakes(neuron_hardware=True, cuda=True), "not installed"),
+    ({"NEURON_ACCEL_BACKEND": "torch"}, TRN1, "NEURON_ACCEL_BACKEND asks for torch"),
+    ({"DISABLE_XLA": "1"}, TRN1, "DISABLE_XLA"),
+    ({"USE_TORCH_XLA": "false"}, TRN1, "USE_TORCH_XLA"),
+]
+
+
+@pytest.mark.parametrize(("environ", "machine", "why"), REFUSALS)
+def test_hardware_that_cannot_be_used_is_an_error_unless_the_cpu_is_asked_for(environ, machine, why):
+    with pytest.raises(ConfigurationError) as refused:
+        choose(None, environ, machine)
+    assert why in str(refused.value)
+    assert "install something" in str(refused.value)
+    assert refused.value.__cause__ is machine.native_problem
+    assert choose(None, environ, machine, cpu=True).device == "cpu"
+    assert choose(None, {**environ, "ACCELERATE_USE_CPU": "1"}, machine).device == "cpu"
+
+
+def test_a_native_device_that_does_not_open_is_said_also_where_there_is_no_hardware():
+    assert "OSError" not in choose(None, {}, NOTHING).reason
+    assert "cannot open" in choose(None, {}, Fakes(native_problem=OSError("cannot open"))).reason
+
+
+@pytest.mark.parametrize(
+    ("torch", "neuronx", "flavour", "product", "advice"),
+    [
+        ("2.13.1+cpu", None, None, "trn2.48xlarge", "constraints/native-2.13.txt"),
+        ("2.9.1", None, None, "", "constraints/xla.txt"),
+        ("2.13.1", None, None, "trn1.32xlarge", "Trn1 needs torch 2.9"),
+        ("2.15.0", "2.11.0.1.0.696", "inference", "trn2.48xlarge", "released for torch 2.14"),
+        ("2.14.0", "1.0", None, "trn2.48xlarge", "an empty placeholder"),
+        ("2.14.0", "2.14.3.0", "native", "trn2.48xlarge", "another process holds the cores"),
+    ],
+)
+def test_what_is_missing_for_this_torch(torch, neuronx, flavour, product, advice):
+    assert advice in _missing_piece(torch, neuronx, flavour, product)
+
+
+def made_native_package(folder):
+    """A torch-neuronx whose device does not open, and notes which process has tried."""
+    info = folder / "torch_neuronx-2.13.3.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-neuronx\nVersion: 2.13.3.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntorch_neuronx = torch_neuronx:_autoload\n")
+    package = folder / "torch_neuronx"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"""
+import os, types
+
+def device_count():
+    open({str(folder / "opened")!r}, "a").write(f"{{os.getpid()}}\\n")
+    raise OSError("nrt_init failed: NRT_RESOURCE, cores are held by process 4711")
+
+def is_available():
+    try:
+        return device_count() > 0
+    except Exception:
+        return False
+
+def _autoload():
+    import torch
+    torch.utils.rename_privateuse1_backend("neuron")
+    torch._register_device_module("neuron", types.SimpleNamespace(device_count=device_count, is_available=is_available))
+""")
+
+
+def test_a_launch_on_hardware_that_does_not_open_is_refused_with_its_reason(tmp_path, monkeypatch, capsys):
+    """A made trn2.48xlarge. The launcher has opened nothing, and with --cpu it plans for the CPU."""
+    made_native_package(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "neuron0").touch()
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("NEURON_ACCEL_HARDWARE_ROOT", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = ["launch", "--nproc-per-node", "2", "--dry-run", str(tmp_path / "train.py")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "Neuron hardware, which cannot be used" in said
+    assert "cores are held by process 4711" in said
+    opened = (tmp_path / "opened").read_text().split()
+    assert opened
+    assert str(os.getpid()) not in opened
+    assert main([*command[:1], "--cpu", *command[1:]]) == 0
+
+
+def test_a_launch_for_an_instance_that_is_not_here_is_refused(tmp_path, capsys):
+    (tmp_path / "train.py").touch()
+    assert main(["launch", "--instance", "trn2.48xlarge", "--nproc-per-node", "2", str(tmp_path / "train.py")]) == 2
+    assert "no device of a trn2.48xlarge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["trn2.48xlarge", "ml.trn1.32xlarge"])
+def test_a_machine_without_the_driver_is_neuron_hardware(tmp_path, monkeypatch, name):
+    product = tmp_path / "sys/devices/virtual/dmi/id/product_name"
+    product.parent.mkdir(parents=True)
+    product.write_text(f"{name}\n")
+    monkeypatch.setenv("NEURON_ACCEL_HARDWARE_ROOT", str(tmp_path))
+    assert Machine().neuron_hardware
 
 
 @pytest.mark.parametrize(("requested", "environ", "machine", "cpu", "backend", "device", "reason"), ROWS)
@@ -175,7 +291,10 @@ def test_connecting_to_the_cpu():
 def test_this_machine_can_be_looked_at():
     machine = Machine()
     found = {name: getattr(machine, name) for name in vars(Fakes())}
+    said = {"native_problem": found.pop("native_problem"), "missing": found.pop("missing")}
     assert all(isinstance(value, bool) for value in found.values()), found
+    assert said["native_problem"] is None
+    assert "torch" in said["missing"]
     assert not (found["xla_neuron"] and not found["torch_xla"])
 
 

@@ -128,8 +128,8 @@ def test_an_unknown_command(word, near, capsys):
 @pytest.mark.parametrize(
     ("command", "what", "where"),
     [
-        ("test --timeout -5", "The time limit is -5 seconds", "--timeout"),
-        ("test --timeout nan", "The time limit is nan seconds", "--timeout"),
+        ("test --from tq", "There is no rung 'tq'", "--from"),
+        ("test --quick --from tp", "There is no rung 'tp' with --quick", "--from"),
         ("cache list --cache-dir s3://bucket/p", "is not listed or pruned", None),
         ("launch --cache-dir s3://b/p x.py", "'s3://b/p' is not a valid S3 address", "--cache-dir"),
         ("cache prune --ttl abc --cache-dir .", "'abc'", "--ttl"),

@@ -253,6 +253,10 @@ def test_a_cache_below_the_home_folder(tmp_path, monkeypatch):
 class WithXla:
     native_neuron = xla_neuron = neuron_hardware = cuda = False
     torch_xla = True
+    native_problem = None
+
+    def __init__(self, *, apart=False):
+        pass
 
 
 def test_versions_of_linux():
