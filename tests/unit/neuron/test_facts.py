@@ -10,7 +10,7 @@ import pytest
 from neuron_accel.neuron.facts import FACTS, SDK
 
 ROOT = Path(__file__).parents[3]
-TABLES = ("partitions", "releases", "instances", "flags", "variables")
+TABLES = ("partitions", "releases", "support", "images", "instances", "flags", "variables")
 ROWS = [("sdk", FACTS["sdk"]), *((table, row) for table in TABLES for row in FACTS[table])]
 
 
@@ -40,11 +40,29 @@ def test_constraints_and_guide_say_what_a_release_runs_on(row):
     constraints = " ".join((ROOT / "constraints" / f"{name}.txt").read_text().replace("#", "").split())
     guide = (ROOT / "docs/guides/what-runs-where.md").read_text()
     assert f"torch=={row['torch']}.*" in constraints
+    pins = {line.partition("==")[0]: line.partition("==")[2] for line in constraints.split() if "==" in line}
+    exact = row["path"] == "xla"  # as AWS pins it: newer compilers have other defaults
+    assert pins["torch-neuronx"] == (row["torch-neuronx"] if exact else f"{row['torch-neuronx'][: len('2.13.3')]}.*")
+    assert pins.get("neuronx-cc") == (row["neuronx-cc"] if exact else None)
     for said in (f"SDK {row['sdk']}", f"Python {row['python']}", row["system"]):
         assert said in constraints
     families = ", ".join(name.capitalize() for name in row["families"])
     path = "torch_xla" if row["path"] == "xla" else "native device"
     assert f"| {row['torch']} | {path} | {families} | {row['sdk']} | {row['python']} | {row['system']} |" in guide
+
+
+@pytest.mark.parametrize("row", FACTS["images"], ids=lambda row: row["path"])
+def test_the_guide_takes_images_by_name(row):
+    guide = (ROOT / "docs/guides/from-an-empty-account.md").read_text()
+    assert row["image"] in guide
+    assert row["environment"] in guide
+    assert any(row["torch"] == release["torch"] for release in FACTS["releases"])
+
+
+def test_pages_of_the_xla_path_say_that_its_support_has_ended():
+    ended = next(row["ends"] for row in FACTS["support"] if row["path"] == "xla")
+    for name in ("README.md", "docs/xla.md", "docs/guides/what-runs-where.md", "constraints/xla.txt"):
+        assert f"since SDK {ended}" in " ".join((ROOT / name).read_text().replace("#", "").split()), name
 
 
 def test_the_guide_names_the_release():

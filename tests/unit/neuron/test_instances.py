@@ -177,10 +177,10 @@ def mesh(ranks, **degrees):
         ("trn1.32xlarge", None, 64, [1, 2, 4, 8, 32], 16, "choose degree 8 or 32"),
         ("trn1.32xlarge", None, 64, [], 64, "choose degree 32"),
         ("trn1.2xlarge", None, 2, [1, 2], None, None),
-        ("trn2.48xlarge", 2, 64, [2, 4, 8, 16, 64], 32, "choose degree 16 or 64"),
-        ("trn3.48xlarge", 2, 64, [2, 4, 8, 16, 64], 32, "choose degree 16 or 64"),
-        ("trn2.48xlarge", 1, 128, [4, 8, 32, 128], 16, "choose degree 8 or 32"),
-        ("trn2.48xlarge", 1, 128, [], 64, "choose degree 32 or 128"),
+        ("trn2.48xlarge", 2, 64, [2, 4, 8, 16, 32, 64], None, None),
+        ("trn2.48xlarge", 2, 192, [], 48, "choose degree 32 or 64"),
+        ("trn3.48xlarge", 2, 64, [2, 4, 8, 16, 32, 64], None, None),
+        ("trn2.48xlarge", 1, 128, [4, 8, 16, 32, 64, 128], None, None),
         ("trn2.3xlarge", 2, 4, [2, 4], None, None),
     ],
 )
@@ -192,6 +192,11 @@ def test_tensor_parallel_groups(name, lnc, ranks, legal, wrong, fix):
         with pytest.raises(PlanError, match=f"'tp' of degree {wrong} cannot be formed on {name}") as caught:
             hardware.check_mesh(mesh(ranks, tp=wrong))
         assert caught.value.fix == fix
+
+
+def test_a_published_layout_for_70b_is_possible():
+    """AWS trains it on 8 trn2.48xlarge with logical cores of 2, tensor parallelism of 32 and 4 stages."""
+    find_instance("trn2.48xlarge").hardware(2).check_mesh(mesh(512, pp=4, tp=32))
 
 
 def test_groups_between_hosts_are_alike_on_each():
