@@ -173,7 +173,7 @@ class _Server:
         """Runs the task in ``folder``; returns whether its process ended in time, and its exit code."""
         assert self._process.stdin is not None
         print(folder, file=self._process.stdin, flush=True)
-        pid = self._answer("pid", _START_S)
+        pid = self._answer("pid", _START_S * float(os.environ.get("NEURON_ACCEL_TIMEOUT_FACTOR", 1)))
         if pid is None:
             self.close()
             raise UsageError("The server process of XLA ranks does not answer.")
