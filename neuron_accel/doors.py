@@ -44,6 +44,7 @@ NAMES = "names"
 
 PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "neuron-accel-context-parallel": {PLUGINS: ("context_parallel",)},
+    "neuron-accel-doctor": {COMMANDS: ("doctor",)},
     "neuron-accel-emulation": {
         TEST_DEVICES: ("native", "native-p2p", "neuron"),
         GRAPH_CHECKS: ("neuron",),
@@ -74,6 +75,7 @@ PACKAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 SUMMARIES = {
     "bundle": "write what a support ticket asks for into one file",
     "calibrate": "measure this machine, so that plan predicts time on it",
+    "doctor": "say what this machine lacks to train on Trainium, and what to do",
     "init": "ask what is trained, and write its script and layout",
     "plan": "count what a training run needs, without hardware",
     "report": "show what training runs did, as a page for a browser",

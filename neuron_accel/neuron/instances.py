@@ -152,10 +152,10 @@ class Instance:
         return (self.hbm_gib << 30) // self.cores(lnc)
 
 
-# Sizes are those of the runtime's rule. Groups are contiguous, as the mesh arranges ranks; neuronx-distributed orders 32
-# of 64 ranks, and 64 of 128, otherwise (rows 0 and 3 of the torus, and 1 and 2). 8 of 64 logical cores is possible since
-# runtime 2.24 (SDK 2.22, April 2025); every release for torch 2.9 and for the native device is newer. No groups are
-# published for Trn3, nor across the hosts of an UltraServer, so that those of one Trn2 host apply.
+# Sizes are those of the runtime's rule. Groups are contiguous, as the mesh arranges ranks; neuronx-distributed orders
+# 32 of 64 ranks, and 64 of 128, otherwise (rows 0 and 3 of the torus, and 1 and 2). 8 of 64 logical cores is possible
+# since runtime 2.24 (SDK 2.22, April 2025); every release for torch 2.9 and for the native device is newer. No groups
+# are published for Trn3, nor across the hosts of an UltraServer, so that those of one Trn2 host apply.
 def _instance(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> Instance:
     """The instance of a row: what it leaves out is that of the row which it names as ``like``."""
     values = {**rows.get(row.get("like", ""), {}), **row}

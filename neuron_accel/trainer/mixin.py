@@ -128,7 +128,8 @@ class NeuronTrainerMixin(Checkpointing, OneGraph, Searching):
             kind = "Seq2Seq" if hasattr(self.args, "predict_with_generate") else ""
             raise UsageError(
                 f"{type(self).__name__} received {type(self.args).__name__}, which is not a StrategyArguments.",
-                fix=f"use Neuron{kind}TrainingArguments, or derive your class of arguments from StrategyArguments first",
+                fix=f"use Neuron{kind}TrainingArguments, or derive your class of arguments from StrategyArguments "
+                "first",
             )
         args: Any = self.args  # also transformers' training arguments
         if hasattr(self, "accelerator"):  # a hyperparameter search begins a new trial
