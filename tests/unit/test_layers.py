@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "backends": {"backends", "doors", "errors"},
     "engine": {"engine", "backends", "doors", "errors"},
     "contract": {"models", "engine", "backends", "doors", "errors"},
-    "commands": {"web_page", "terminal", "cli", "launch", "engine"},
+    "commands": {"web_page", "terminal", "cli", "launch", "engine", "neuron"},
     "models": {"models", "engine", "errors"},
     "lazy": {"lazy", "engine", "checkpoint", "errors"},
     "strategies": {"strategies", "contract", "errors"},
