@@ -17,7 +17,7 @@ from neuron_accel.doors import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 OURS = {*COMMANDS, *(name for offers in PACKAGES.values() for name in offers.get(GROUP, ()))}
-CEILING = {"constructor arguments": 27, "flags": 140, "environment variables": 21, "plugin fields": 80}
+CEILING = {"constructor arguments": 27, "flags": 143, "environment variables": 21, "plugin fields": 79}
 """Of the core and the packages together. Where a package is not installed, its flags and fields are not counted."""
 
 

@@ -123,5 +123,7 @@ def test_what_needs_other_ranks_is_marked_on_the_backend():
 def test_the_contract_lists_what_it_imports_and_nothing_else():
     source = Path(contract.__file__).read_text(encoding="utf-8")
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
-    nodes = [node for node in nodes if str(node.module).startswith("neuron_accel.")]
+    nodes = [
+        node for node in nodes if str(node.module).startswith("neuron_accel.") and node.module != "neuron_accel.doors"
+    ]
     assert sorted(alias.name for node in nodes for alias in node.names) == sorted(contract.__all__)
