@@ -465,7 +465,7 @@ def _check_xla(source: str, forbidden: str | None, wants_cpu: str | None, probes
     if not probes.torch_xla:
         raise ConfigurationError(
             f"{source} asks for the xla backend, but torch_xla is not installed.",
-            fix="install the extra: pip install 'neuron-accel[xla]', or leave the backend to be chosen",
+            fix="pip install 'torch==2.9.*' 'torch_xla==2.9.0', or leave the backend to be chosen",
         )
 
 

@@ -198,7 +198,7 @@ def test_choice(requested, environ, machine, cpu, backend, device, reason):
     [
         ("xal", {}, NOTHING, False, ["'xal'", "the backend argument", "Did you mean 'xla'?"]),
         (None, {"NEURON_ACCEL_BACKEND": "gloo"}, NOTHING, False, ["'gloo'", "NEURON_ACCEL_BACKEND", "torch"]),
-        ("xla", {}, NOTHING, False, ["torch_xla is not installed", "neuron-accel[xla]"]),
+        ("xla", {}, NOTHING, False, ["torch_xla is not installed", "torch_xla==2.9.0"]),
         ("xla", {"DISABLE_XLA": "1"}, TRN1, False, ["DISABLE_XLA", "remove one"]),
         ("xla", {"USE_TORCH_XLA": "0"}, TRN1, False, ["USE_TORCH_XLA=false", "remove one"]),
         ("xla", {}, TRN1, True, ["cpu=True", "PJRT_DEVICE=CPU"]),

@@ -74,7 +74,7 @@ def run_xla_ranks(
         UsageError: without torch_xla.
     """
     if not Machine().torch_xla:
-        raise UsageError("torch_xla is not installed.", fix="install the extra: pip install 'neuron-accel[xla]'")
+        raise UsageError("torch_xla is not installed.", fix="pip install 'torch==2.9.*' 'torch_xla==2.9.0'")
     task = XlaTask(
         size=n,
         call=call,
