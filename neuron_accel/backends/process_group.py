@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective. It is long because one rank may prepare data while the others wait; a process that ends
 closes its connections, which is noticed at once."""
 
-FULLY_CONNECTED = 64
-"""Up to how many ranks each is connected with each from the start, where a rank that has ended is noticed at once."""
 _LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
 
 
@@ -81,21 +78,9 @@ def join(device: torch.device | str, timeout: timedelta | None, cpu_library: str
         device = _with_index(device)
         torch.cuda.set_device(device)
     with reported("connect", f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}"):
-        connect_on_demand()
         library = cpu_library if device.type == "cpu" else _LIBRARIES[device.type]
         dist.init_process_group(library, timeout=timeout or DEFAULT_TIMEOUT)
     return _with_index(device), True  # the native neuron device must not be used before this
-
-
-def connect_on_demand(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lets gloo connect two ranks when they first send to each other, if there are many: most of its collectives need
-    the logarithm of their number, and connecting each with each would exceed how many files a process may have open.
-
-    Args:
-        environ: the environment, which gloo reads when a group is created.
-    """
-    if int(environ.get("WORLD_SIZE", "1")) > FULLY_CONNECTED:
-        environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def parse(device: torch.device | str) -> torch.device:

@@ -20,7 +20,6 @@ from typing import Any
 from neuron_accel.backends import payload
 from neuron_accel.backends.board import Board, LocalBoard, StoreBoard
 from neuron_accel.backends.group import Group, reported
-from neuron_accel.backends.process_group import connect_on_demand
 from neuron_accel.errors import CommunicationError
 
 COMPILE_TIMEOUT_S = 300.0
@@ -104,7 +103,6 @@ class ProcessChannel(HostChannel):
 
         self._timeout = timeout
         self._owns_default = not dist.is_initialized()
-        connect_on_demand()
         if self._owns_default:
             dist.init_process_group("gloo", timeout=timeout)
         self._world = dist.new_group(backend="gloo", timeout=timeout)

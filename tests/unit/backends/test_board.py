@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from neuron_accel.backends.board import StoreBoard
-from neuron_accel.backends.process_group import connect_on_demand
 from neuron_accel.errors import CommunicationError
 
 
@@ -27,13 +26,3 @@ def test_a_board_whose_rank_has_ended_says_so():
     assert caught.value.where == "note 'step'"
     with pytest.raises(CommunicationError):
         board.put("step", b"4")
-
-
-def test_ranks_connect_when_they_send_if_there_are_many():
-    for ranks, expected in ((64, None), (65, "1")):
-        environ = {"WORLD_SIZE": str(ranks)}
-        connect_on_demand(environ)
-        assert environ.get("TORCH_GLOO_LAZY_INIT") == expected
-    environ = {"WORLD_SIZE": "65", "TORCH_GLOO_LAZY_INIT": "0"}
-    connect_on_demand(environ)
-    assert environ["TORCH_GLOO_LAZY_INIT"] == "0"
