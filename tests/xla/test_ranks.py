@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from neuron_accel.testing import RanksError, run_ranks
-from tests.distributed.testing.test_ranks import SCRIPT, run_script
 
 
 def fail_alike():
@@ -24,9 +25,20 @@ def test_a_failure_of_all_ranks_is_said_once():
     assert len(text.splitlines()) < 10
 
 
+SCRIPT = """
+from neuron_accel.testing import run_ranks
+
+def mine(x):
+    return x + 1
+
+if __name__ == "__main__":
+    print(run_ranks(mine, 2, 1, backend="xla"))
+"""
+
+
 def test_a_function_of_a_script(tmp_path):
-    script = SCRIPT.format(guard='__name__ == "__main__"', backend="'xla'")
-    result = run_script(script, path=tmp_path / "script.py")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    result = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
     assert result.stdout.strip().endswith("[2, 2]"), result.stderr
 
 

@@ -86,6 +86,10 @@ class PreparedModel:
         use = "for training" if self.optimizable else "for evaluation"
         return f"<{type(self).__name__}: {type(self.original).__name__}, {use}; {self.parameters!r}>"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of a model, which hooks of its module bring this along to: nothing watches them for changes."""
+        return {name: value for name, value in vars(self).items() if name not in ("is_changed", "check_changes")}
+
     @property
     def inner(self) -> nn.Module:
         """The module whose parameters have the original names, without the wrapper of ``torch.compile``."""
