@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
@@ -127,7 +128,15 @@ def replicas_in(manifest: Manifest) -> int:
 
 
 def has_manifest(folder: Location) -> bool:
-    return (folder / NAME).is_file()
+    """Whether there is a manifest. Raises OSError if the file system does not say: ``Path.is_file`` of Python 3.14
+    takes any failure for absence, and files of a checkpoint that is there would be removed."""
+    path = folder / NAME
+    if isinstance(path, RemotePath):
+        return path.is_file()
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def read_manifest(folder: Location) -> Manifest:

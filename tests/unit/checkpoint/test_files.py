@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -15,7 +16,16 @@ from hypothesis import strategies as st
 
 from neuron_accel.checkpoint.format.files import Files, Written, checksums_of, map_range
 from neuron_accel.checkpoint.format.index import Index
-from neuron_accel.checkpoint.format.manifest import NAME, FileEntry, Manifest, check_file, latest, locate, read_manifest
+from neuron_accel.checkpoint.format.manifest import (
+    NAME,
+    FileEntry,
+    Manifest,
+    check_file,
+    has_manifest,
+    latest,
+    locate,
+    read_manifest,
+)
 from neuron_accel.checkpoint.format.tensorfile import read_header
 from neuron_accel.checkpoint.state.save import prune
 from neuron_accel.checkpoint.state.snapshot import bytes_of, tensors_header
@@ -305,6 +315,17 @@ def numbered(folder, *complete, unfinished=()):
         (folder / f"checkpoint_{number}").mkdir()
     for number in complete:
         manifest(folder / f"checkpoint_{number}", a=b"1")
+
+
+def test_a_failing_file_system_is_not_taken_for_one_without_a_manifest(tmp_path, monkeypatch):
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    assert not has_manifest(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stale)
+        with pytest.raises(OSError, match="Stale"):
+            has_manifest(tmp_path)
 
 
 def test_the_latest_is_the_newest_complete_one(tmp_path):
