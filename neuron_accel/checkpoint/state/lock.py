@@ -96,6 +96,15 @@ class SaveLock:
                 fix="give each run a folder of its own",
             )
 
+    @property
+    def was_taken(self) -> bool:
+        """Whether another process has taken the lock since it was acquired, or that is not known. It may have finished
+        its save, and removed its mark."""
+        try:
+            return self._thread.ident is not None and not self._is_own()
+        except (OSError, NeuronAccelError):
+            return True
+
     def release(self) -> None:
         """Removes the lock, if this object has it."""
         if self._thread.ident is not None:

@@ -261,12 +261,13 @@ class SaveAttempt:
     # ---- abandon -----------------------------------------------------------------------------------------------------
     def abandon(self, *, alone: bool = False) -> None:
         """Removes what the save has made, as far as possible, but no file of a checkpoint whose manifest is in place or
-        may still be placed. Collective, unless this rank is ``alone``: at the end of its process, or because another is
-        lost. What the main process may list then stays: it alone decides, or the next save into the folder does."""
+        may still be placed, nor, in a local folder, if another run has taken that over: its files have the same names.
+        Collective, unless this rank is ``alone``: at the end of its process, or because another is lost. What the main
+        process may list then stays: it alone decides, or the next save into the folder does."""
         backend, world = self._run.backend, self._run.world
         if alone and self._is_handed_over and not self.is_main:
             return
-        stays = self._may_be_in_place()
+        stays = self._may_be_in_place() or (isinstance(self.folder, Path) and self._lock.was_taken)
         if not alone:
             stays = backend.broadcast_object(stays, world)
         for path in [*self._notes, *([] if stays else self._unlisted)]:

@@ -15,8 +15,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from neuron_accel import NeuronAccelerator
 from neuron_accel.checkpoint.format.files import Files
-from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
+from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, NAME, read_manifest
 from neuron_accel.checkpoint.state import save as save_module
+from neuron_accel.checkpoint.state.lock import NAME as LOCK
 from neuron_accel.checkpoint.state.lock import SaveLock
 from neuron_accel.checkpoint.state.session import Session
 from neuron_accel.checkpoint.tools.report import verify
@@ -203,6 +204,32 @@ def _save_beside_another_run(folder: str) -> None:
 
 def test_a_second_run_that_saves_into_the_same_folder_is_told(tmp_path):
     run_ranks(_save_beside_another_run, 2, str(tmp_path / "c"))
+
+
+class TakenOver(Files):
+    """Another run takes the folder over, before the main process writes other state, and writes a file of the same
+    name."""
+
+    def __init__(self, folder: Path, theirs: Path) -> None:
+        self.mark, self.theirs = folder / LOCK, theirs
+
+    def operation(self, name: str, path: Path) -> None:
+        if name == "open" and path.name.startswith("training_state"):
+            self.mark.unlink()
+            self.theirs.unlink()
+            self.theirs.write_bytes(b"theirs")
+
+
+def _save_into_a_folder_that_is_taken_over(folder: Path) -> None:
+    theirs = folder / MODEL_FOLDER / "rank_00.safetensors"
+    session = Session(Trained("gpt2-tied", []).accelerator._source(), TakenOver(folder, theirs))
+    with pytest.raises(CheckpointError, match="taken this folder over"):
+        session.save(str(folder))
+    assert theirs.read_bytes() == b"theirs"
+
+
+def test_a_save_whose_folder_was_taken_over_removes_no_file_of_the_other_run(tmp_path):
+    run_ranks(_save_into_a_folder_that_is_taken_over, 1, tmp_path / "c")
 
 
 class Quantized(torch.optim.SGD):
