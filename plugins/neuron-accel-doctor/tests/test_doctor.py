@@ -61,6 +61,17 @@ CASES = {
         {"torch-neuronx"},
         "install it for torch 2.13",
     ),
+    "a newer compiler": (lambda made: made.distributions.update({"neuronx-cc": "2.29.1.0"}), set(), ""),
+    "an older compiler": (
+        lambda made: made.distributions.update({"neuronx-cc": "2.27.9.0"}),
+        {"neuronx-cc"},
+        "install it for torch 2.14",
+    ),
+    "an older torch-neuronx": (
+        lambda made: made.distributions.update({"torch-neuronx": "2.14.2.0"}),
+        {"torch-neuronx"},
+        "install it for torch 2.14",
+    ),
     "cores held": (held, {"cores in use"}, "end them"),
     "no EFA library": (lambda made: setattr(made, "efa", False), {"libfabric (fi_info -p efa)"}, "EFA software"),
     "too few devices": (lambda made: setattr(made, "devices", 8), {"devices"}, "8 of 16 devices"),

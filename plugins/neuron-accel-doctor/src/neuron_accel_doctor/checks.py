@@ -118,11 +118,10 @@ def _software(machine: Machine, row: Mapping[str, Any]) -> Iterator[Check]:
     yield _known(
         "torch", has.get("torch"), f"{row['torch']}.*", ok, f"{_image(row)}; torch {row['torch']} is for this instance"
     )
-    for name, exact in (("torch-neuronx", xla), ("neuronx-cc", xla)):
-        expected = (
-            row[name] if exact else f"{_release(row[name])}.*" if name == "torch-neuronx" else f"{row[name]} or newer"
-        )
-        yield _known(name, has.get(name), expected, _fits(has.get(name), row[name], exact=exact), _install(row))
+    for name in ("torch-neuronx", "neuronx-cc"):
+        line = _release(row[name]) if name == "torch-neuronx" else ""
+        expected = row[name] if xla else f"{row[name]} or newer" + (f", of {line}" if line else "")
+        yield _known(name, has.get(name), expected, _fits(has.get(name), row[name], line, exact=xla), _install(row))
     for name in ("torch-xla", "libneuronxla") if xla else ("nki",):
         yield _known(name, has.get(name), "installed", name in has, _install(row))
     if not xla and "torch-xla" in has:
@@ -182,13 +181,14 @@ def _older(version: str, other: str) -> bool:
         return True
 
 
-def _fits(found: str | None, expected: str, *, exact: bool) -> bool:
+def _fits(found: str | None, expected: str, line: str, *, exact: bool) -> bool:
+    """Whether a version is the expected one or, if that need not be, no older one of the release ``line``, if any."""
     if found is None:
         return False
     public = found.partition("+")[0]
     if exact:
         return public == expected
-    return _release(public) == _release(expected) and not _older(public, expected)
+    return line in ("", _release(public)) and not _older(public, expected)
 
 
 def _is_system(found: str, expected: str) -> bool:
