@@ -306,11 +306,15 @@ def choose(
         return Decision(backend="xla", device="xla", reason="this is Neuron hardware with the XLA packages for it")
     problem = probes.native_problem
     if probes.neuron_hardware:
+        if probes.xla_neuron and problem is None:  # all is installed
+            advice = f"do without {source if name == 'torch' else forbidden}"
+        else:
+            advice = f"{probes.missing}; neuron-accel doctor looks at the rest"
         raise ConfigurationError(
             "This machine has Neuron hardware, which cannot be used.",
             where="the choice of a backend",
             why=without if problem is None else f"the native device does not open: {type(problem).__name__}: {problem}",
-            fix=f"{probes.missing}; neuron-accel doctor looks at the rest. To train on its CPU, pass --cpu or cpu=True",
+            fix=f"{advice}. To train on its CPU, pass --cpu or cpu=True",
         ) from problem
     if problem is not None:
         without += f"; the native Neuron device does not open: {problem}"
