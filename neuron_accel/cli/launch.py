@@ -190,7 +190,8 @@ def run(args: argparse.Namespace) -> int:
         show(f"{plan.explain(width)}\neach rank runs:")
         print(format_command([sys.executable, *plan.command("LAUNCHER_PID")], width, indent="  "))
         return 0
-    if request.instance and plan.device in ("cpu", "cuda") and not request.cpu:
+    asks_for_cpu = request.cpu or flag(os.environ, "ACCELERATE_USE_CPU")
+    if request.instance and plan.device in ("cpu", "cuda") and not asks_for_cpu:
         raise ConfigurationError(
             f"This machine has no device of a {request.instance}.",
             where="--instance",

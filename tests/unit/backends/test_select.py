@@ -176,10 +176,17 @@ def test_a_launch_on_hardware_that_does_not_open_is_refused_with_its_reason(tmp_
     assert main([*command[:1], "--cpu", *command[1:]]) == 0
 
 
-def test_a_launch_for_an_instance_that_is_not_here_is_refused(tmp_path, capsys):
+def test_a_launch_for_an_instance_that_is_not_here_is_refused_unless_the_cpu_is_asked_for(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "train.py").touch()
-    assert main(["launch", "--instance", "trn2.48xlarge", "--nproc-per-node", "2", str(tmp_path / "train.py")]) == 2
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    command = ["launch", "--instance", "trn2.48xlarge", "--nproc-per-node", "2", str(tmp_path / "train.py")]
+    assert main(command) == 2
     assert "no device of a trn2.48xlarge" in capsys.readouterr().err
+    monkeypatch.setattr("neuron_accel.cli.launch.launch", lambda plan: 0)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert main(command) == 0
 
 
 @pytest.mark.parametrize("name", ["trn2.48xlarge", "ml.trn1.32xlarge"])
