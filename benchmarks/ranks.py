@@ -264,7 +264,7 @@ class _Alone(SimpleNamespace):
 def checkpoint(model: Model, ranks: int, folder: Path) -> Load:
     """Counts what the load of a checkpoint takes that ``ranks`` ranks have written, without the tensors."""
     items, load, written = _items(model, ranks), Load(), {}
-    pending: list[tuple[int, IndexPart]] = []  # joined as payload.merge does: pairs of equal size
+    pending: list[tuple[int, IndexPart]] = []  # joined as payload.gather does: pairs of equal size
     for rank in range(ranks):
         attempt = object.__new__(SaveAttempt)
         attempt.contents, attempt.folder, attempt._generation = Contents(items=items(rank)), folder, 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group of the device of :mod:`neuron_accel.testing._native_device`: AWS's documented behaviour, with gloo.
+"""The process group of the device of :mod:`._native_device`: AWS's documented behaviour, with gloo.
 
 Integers are reduced in float32. Splits have to be equal. A broadcast is an all-reduce of zeros and one tensor.
 Point-to-point communication raises an error unless it was enabled. Imported by ranks only.
