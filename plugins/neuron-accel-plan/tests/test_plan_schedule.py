@@ -180,6 +180,7 @@ def test_the_command_line_says_what_is_impossible(capsys):
         ("schedule --schedule interleaved", "with --virtual-stages 1 is 1F1B", "--virtual-stages"),
         ("schedule --virtual-stages 3", "runs one stage on each rank", "--virtual-stages"),
         ("schedule --pipeline-parallel-size 0", "--pipeline-parallel-size is 0", None),
+        ("schedule --pipeline-parallel-size 1", "fix: pass at least 2", None),
         (
             "schedule --schedule interleaved --virtual-stages 2 --num-microbatches 6",
             "cannot run 6",

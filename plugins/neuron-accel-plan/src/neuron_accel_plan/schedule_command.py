@@ -82,9 +82,11 @@ def _timeline(args: argparse.Namespace) -> Timeline:
             fix="pass a number above 0; 2 is usual",
         )
     stages, microbatches = args.pipeline_parallel_size, args.num_microbatches
-    if stages < 1:
-        raise ConfigurationError(f"--pipeline-parallel-size is {stages}.", fix="pass at least 1")
-    computations = max(1, stages) * max(1, microbatches) * max(1, args.virtual_stages)
+    if stages < 2:
+        raise ConfigurationError(
+            f"--pipeline-parallel-size is {stages}; a pipeline has at least 2 ranks.", fix="pass at least 2"
+        )
+    computations = stages * max(1, microbatches) * max(1, args.virtual_stages)
     if computations > MAX_COMPUTATIONS:
         raise ConfigurationError(
             f"{computations} forward passes are too many to draw.",
