@@ -11,7 +11,7 @@ from neuron_accel.terminal import format_pairs, format_table, show, table_width
 
 DESCRIPTION = """\
 Show the mesh that a checkpoint was saved on, its files, and its tensors with their shapes, dtypes and layouts.
-Reads headers only, and needs no torch. In a terminal, tables are wrapped to its width.
+Reads no tensors, and needs no torch. In a terminal, tables are wrapped to its width.
 """
 EXAMPLES = """\
 examples:

@@ -19,10 +19,10 @@ from neuron_accel.storage import Location
 
 
 def inspect(folder: Location) -> dict[str, Any]:
-    """Returns a description of the contents of a checkpoint, as plain data. Reads only the manifest and headers.
+    """Returns a description of the contents of a checkpoint, as plain data. Reads no tensors.
 
     Raises:
-        CheckpointError: if the checkpoint is incomplete, or a header is damaged.
+        CheckpointError: if the checkpoint is incomplete, or its index or a header is damaged.
     """
     manifest = read_manifest(folder)
     index = index_checkpoint(folder, manifest)
@@ -127,7 +127,7 @@ def verify(folder: Location, progress: Callable[[str], None] = lambda path: None
             check_file(folder, relative, entry)
         except CheckpointError as error:
             wrong.append(str(error))
-    if wrong:  # headers of damaged files are not examined
+    if wrong:  # an index, or headers, of damaged files are not examined
         return wrong
     try:
         copies = [index_checkpoint(folder, manifest, replica=number) for number in range(replicas_in(manifest))]
