@@ -124,6 +124,13 @@ def test_a_python_without_wheels_is_named(python, ok):
     assert next(check.ok for check in checks if check.name == "Python") is ok
 
 
+def test_of_the_environments_of_an_image_that_for_training_is_named():
+    images = ("/opt/aws_neuronx_venv_pytorch_2_9", "/opt/aws_neuronx_venv_pytorch_inference_vllm_0_16")
+    machine = Machine(product="trn1.2xlarge", packages={}, python=(3, 12), distributions={}, images=images)
+    fix = next(check.fix for check in examine(machine) if check.name == "environment")
+    assert fix == "source /opt/aws_neuronx_venv_pytorch_2_9/bin/activate"
+
+
 def test_a_laptop_lacks_nothing():
     laptop = Machine(product="A laptop", packages={}, python=(3, 12), distributions={"torch": "2.13.0"})
     assert [(check.name, check.ok) for check in examine(laptop)] == [("Trainium", None)]

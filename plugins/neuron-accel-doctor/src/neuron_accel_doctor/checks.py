@@ -128,7 +128,8 @@ def _software(machine: Machine, row: Mapping[str, Any]) -> Iterator[Check]:
         fix = "uninstall it: Accelerate would choose it"
         yield Check(name="torch-xla", found=has["torch-xla"], expected="not installed", ok=False, fix=fix)
     if machine.images:
-        fix = f"source {machine.images[-1]}/bin/activate"
+        meant = _image_of(row)["environment"]  # an image has others, for inference
+        fix = f"source {meant if meant in machine.images else machine.images[-1]}/bin/activate"
         inside = any(machine.environment.startswith(image) for image in machine.images)
         ok = inside or "torch-neuronx" in has
         yield Check(name="environment", found=machine.environment, expected=" or ".join(machine.images), ok=ok, fix=fix)
@@ -197,8 +198,12 @@ def _is_system(found: str, expected: str) -> bool:
     return name == expected.partition(" ")[0].lower() and version in expected.split()
 
 
+def _image_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next(each for each in FACTS["images"] if each["path"] == row["path"])
+
+
 def _image(row: Mapping[str, Any]) -> str:
-    image = next(each for each in FACTS["images"] if each["path"] == row["path"])
+    image = _image_of(row)
     return f"take the image {image['image']!r}, environment {image['environment']}"
 
 
