@@ -232,7 +232,8 @@ def _write(
 
 
 def _write_beside(beside: Mapping[str, Location], output: Location, files: Files) -> None:
-    """Copies configuration and tokenizer, last, since a folder without a configuration cannot be loaded."""
+    """Copies configuration and tokenizer, last, since a folder without a configuration cannot be loaded. Those that are
+    there are replaced."""
     for relative, source in beside.items():
         path = output / relative
         if path.parent != output:
@@ -241,7 +242,7 @@ def _write_beside(beside: Mapping[str, Location], output: Location, files: Files
             contents = read_bytes(source)
         except OSError as error:
             raise failure("read", source, error) from error
-        files.write(path, [contents])
+        files.replace(path, contents)
     files.sync_folder(output)
 
 

@@ -15,6 +15,7 @@ from neuron_accel.checkpoint.format.files import Files
 from neuron_accel.checkpoint.format.index import UNFINISHED, index_pretrained
 from neuron_accel.checkpoint.state.lock import NAME as LOCK
 from neuron_accel.checkpoint.state.lock import SaveLock
+from neuron_accel.checkpoint.tools.consolidate import _write_beside
 from neuron_accel.checkpoint.tools.output import Output
 from neuron_accel.errors import CheckpointError
 
@@ -57,6 +58,18 @@ def test_what_was_written_before_a_failure_is_removed_and_the_folder_if_it_is_ne
     with pytest.raises(ValueError):
         write(tmp_path / "own", "a", "config.json", fails=True)
     assert names(tmp_path / "own") == ["config.json"]
+
+
+def test_a_configuration_that_is_there_is_replaced(tmp_path):
+    source, output = tmp_path / "source", tmp_path / "out"
+    source.write_text("new")
+    output.mkdir()
+    (output / "config.json").write_text("old")
+    _write_beside({"config.json": source, "inside/tokenizer.json": source}, output, Files())
+    assert {name: (output / name).read_text() for name in names(output)} == {
+        "config.json": "new",
+        "inside/tokenizer.json": "new",
+    }
 
 
 def test_what_an_interrupted_run_has_left_is_removed_and_nothing_else(tmp_path):
