@@ -105,12 +105,12 @@ class SaveAttempt:
             part, generation = agreed(
                 run, lambda: (self._describe(), self._open(complete, last) if self.is_main else 0)
             )
+            self._generation, self.token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
+            self._index = run.backend.gather_object(part, run.world, IndexPart.merge)
         except BaseException:
             if self.is_main:
                 self._leave()
             raise
-        self._generation, self.token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
-        self._index = run.backend.gather_object(part, run.world, IndexPart.merge)
 
     def _open(self, complete: Callable[[], None], last: str | None) -> int:
         """Returns the number of earlier saves into the folder."""
