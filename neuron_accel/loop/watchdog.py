@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class Answer(NamedTuple):
 
     Args:
         question: number of the last question that the rank knew before it answered.
-        number: number of collective calls that the rank has begun.
+        number: number of calls of this name that the rank has begun.
         call: the call that it is in; empty if it is in none.
         place: file and line of the training script that it is at; empty if it has ended.
     """
@@ -71,7 +72,8 @@ class _Call:
     """A call of this rank, or what is between two of them (no name). A thread sees all of it or nothing.
 
     Args:
-        number: number of calls begun so far.
+        number: number of calls of this name begun so far. Of others, such as the first ones of sharded parts of a
+            model, ranks of different stages make different numbers.
         name: of the call.
         since: when it began, in seconds.
         pause: seconds after which ranks compare their calls.
@@ -143,7 +145,7 @@ class CollectiveWatchdog(Observer):
         self._board: Board = backend.board()
         self._name, self._loop, self._regularly = name, threading.get_ident(), regularly
         self.tick = max(min(1.0, delay_s / 4), self._size / LOOKS_A_SECOND)
-        self._call, self._depth, self._known = _Call(), 0, 0
+        self._call, self._calls, self._depth, self._known = _Call(), Counter[str](), 0, 0
         self._asking: _Question | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
@@ -159,12 +161,13 @@ class CollectiveWatchdog(Observer):
         self._depth += 1
         if self._depth == 1:
             self._loop = threading.get_ident()
-            self._call = _Call(self._call.number + 1, event.name, time.monotonic(), self._delay)
+            self._calls[event.name] += 1
+            self._call = _Call(self._calls[event.name], event.name, time.monotonic(), self._delay)
 
     def end(self, event: Event) -> None:
         self._depth -= 1
         if not self._depth:
-            self._call = _Call(self._call.number)
+            self._call = _Call()
 
     def stop(self) -> None:
         """Ends the thread, and records on the board that this rank has ended."""
@@ -175,7 +178,7 @@ class CollectiveWatchdog(Observer):
         try:
             if threading.current_thread() is not self._thread:
                 self._thread.join(1.0)
-            self._put(Answer(sys.maxsize, self._call.number, "", ""))
+            self._put(Answer(sys.maxsize, 0, "", ""))
         except Exception:  # the board is gone, so the other ranks have ended
             return
 

@@ -58,6 +58,19 @@ def test_a_rank_whose_call_ends_leaves_the_question_to_another(monkeypatch, capf
     assert re.search(r"  Rank 0 is at .*\n  Rank 2 is at ", said)
 
 
+def test_ranks_that_have_made_different_numbers_of_other_calls_are_in_the_same_one(monkeypatch, capfd):
+    scene = Scene(3, monkeypatch)
+    other, same = SimpleNamespace(name="the forward pass of a part"), SimpleNamespace(name="save_state")
+    for number, rank in enumerate(scene.ranks):  # as stages of a pipeline do
+        for event in (*[other] * number, same):
+            rank.end(event)  # type: ignore[arg-type]
+            rank.begin(event)  # type: ignore[arg-type]
+    for at in (11.0, 11.5, 12.0, 12.5, 13.0, 13.5, 14.0, 15.0, 16.0):
+        scene.look(at, 1, 2, 0)
+    assert capfd.readouterr().err == ""
+    assert all(rank._call.pause == 40.0 for rank in scene.ranks)
+
+
 def test_no_alarm_accuses_a_healthy_rank_and_a_rank_that_is_absent_is_found():
     for seed, size in ((1, 3), (2, 5), (3, 12), (4, 2000)):
         world = World(size, seed, meddling=0.3)
