@@ -382,16 +382,20 @@ class StatePiece:
 
     def fit(self, value: Any) -> Any:
         """Returns the part of an entry that this rank keeps: a tensor in the shape of the parameter on this rank is
-        sharded, a shard and other values are returned unchanged.
+        sharded, a shard and other values are returned unchanged. State of a full parameter may have shapes of its own,
+        as factors of a matrix do.
 
         Raises:
-            UsageError: if a tensor has neither shape.
+            UsageError: if a tensor has neither shape, or is a shard where state is that of the full parameter.
         """
         layout, like = self.record.layout, self.parameter
         expected = torch.Size(layout.shape) if self.whole else like.shape
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == expected:
             return value
-        if tuple(value.shape) == layout.local_shape and not self.whole:
+        is_local = tuple(value.shape) == layout.local_shape
+        if (self.whole or value.numel() == 1) and not is_local:
+            return value
+        if is_local and not self.whole:
             part = value.detach().reshape(-1)[self.start : self.stop].to(like.device, copy=True)
             return nn.functional.pad(part, (0, like.numel() - part.numel())).view(like.shape)
         if not layout.axes and (like.dim() > 1 or not self.axes):  # not sharded, by whatever shape of its own
@@ -399,9 +403,10 @@ class StatePiece:
         raise UsageError(
             f"State of shape {tuple(value.shape)} does not belong to {self.record.fqn!r}.",
             where="optimizer.state",
-            why=f"this rank keeps a shard of it, of shape {tuple(expected)}",
-            fix=f"assign a tensor of that shape, or of the parameter's, {layout.local_shape}; "
-            "`accelerator.get_optimizer_state_dict(optimizer)` returns the full state",
+            why=f"this rank keeps {'all' if self.whole else 'a shard'} of it, of shape {tuple(expected)}",
+            fix="assign a tensor of that shape"
+            + ("; " if self.whole else f", or of the parameter's, {layout.local_shape}; ")
+            + "`accelerator.get_optimizer_state_dict(optimizer)` returns the full state",
         )
 
     def drop_state(self, optimizer: Any) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from neuron_accel.engine.optim.elementwise import is_elementwise, is_separable, needs_closure
-from neuron_accel.engine.optim.state import held_optimizers, share_options, state_of
+from neuron_accel.engine.optim.state import StatePiece, held_optimizers, share_options, state_of
 from neuron_accel.engine.optim.twin import twin
+from neuron_accel.errors import UsageError
 from tests.distributed.optimizers import Lookahead
 
 
@@ -149,3 +152,25 @@ def test_the_groups_of_a_twin_share_options_and_keep_parameters_of_their_own(hol
     copied.step()
     assert not mine[0].any()
     assert group["params"][0].shape == (4, 6)
+
+
+def piece(local, parameter, **options):
+    layout = SimpleNamespace(shape=(8, 4), local_shape=local, axes=("tp",) if local != (8, 4) else ())
+    record = SimpleNamespace(fqn="w", layout=layout)
+    return StatePiece(
+        record=record, parameter=nn.Parameter(parameter), start=0, stop=parameter.numel(), group=0, **options
+    )
+
+
+def test_factors_of_full_parameters_and_single_elements_fit():
+    full = piece((4, 4), torch.zeros(4, 4), whole=True)
+    flat = piece((8, 4), torch.zeros(16), axes=("dp",))
+    for each, value in ((full, torch.ones(8, 1)), (full, torch.ones(8, 4)), (flat, torch.ones(1)), (flat, 3)):
+        assert each.fit(value) is value
+    assert flat.fit(torch.ones(8, 4)).shape == (16,)
+    for each, shape, kept in (
+        (full, (4, 4), r"keeps all of it, of shape \(8, 4\)"),
+        (flat, (3,), "keeps a shard of it"),
+    ):
+        with pytest.raises(UsageError, match=kept):
+            each.fit(torch.ones(shape))
