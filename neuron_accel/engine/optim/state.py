@@ -124,6 +124,14 @@ class SharedGroup(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[mis
     def __or__(self, other: Any) -> dict[str, Any]:
         return self.copy() | other
 
+    def __ror__(self, other: Any) -> dict[str, Any]:
+        return other | self.copy()
+
+    def __ior__(self, other: Any) -> SharedGroup:  # the base class would keep them to itself
+        for name, value in dict(other).items():
+            self[name] = value
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return SharedGroup, (self.owner, self.index, self.own)
 

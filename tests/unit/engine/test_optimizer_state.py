@@ -143,6 +143,8 @@ def test_the_groups_of_a_twin_share_options_and_keep_parameters_of_their_own(hol
     assert (shared["lr"], group["new"]) == (0.5, 7)
     assert {**shared} == dict(shared) == shared.copy() == (shared | {}) == {**group, "params": mine}
     assert isinstance(shared, dict)
+    shared |= {"new": 8}
+    assert (shared["new"], group["new"], ({"own": 1} | shared)["new"]) == (8, 8, 8)
     state = optimizer.state_dict()
     state["param_groups"][0]["lr"] = 0.25
     optimizer.load_state_dict(state)  # its groups are other dicts now
