@@ -153,7 +153,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
         """Loads what :meth:`state_dict` returned on this process, or a full state."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         is_part = isinstance(state_dict, _ShardOfState) or "pieces" in state_dict
-        if not is_part and (self._is_sharded() or any(isinstance(key, str) for key in keys)):
+        by_name = any(isinstance(key, str) for key in keys)
+        if not is_part and (by_name or self._is_sharded() or isinstance(self.optimizer, HasStatePieces)):
             from neuron_accel.checkpoint.state.full_state import load_full_optimizer_state
 
             load_full_optimizer_state(self.optimizer, state_dict, self._run)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from neuron_accel.engine.optim.state import names_parameters, share_options
+from neuron_accel.engine.shards.build import record_of
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ def state_of_rank(twin: ShardTwin, *, masters: bool) -> dict[str, Any]:
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
         for group in twin.optimizer.param_groups
     ]
-    for index, group in enumerate(groups):
-        group["params"] = [fqn for fqn, piece in pieces.items() if piece.group == index]
+    for group, theirs in zip(groups, twin.optimizer.param_groups, strict=True):
+        names = (twin.run.name_of(record_of(parameter, twin.run)) for parameter in theirs["params"])
+        group["params"] = [fqn for fqn in names if fqn in pieces]  # in the order of the group, as torch's
     entries = {fqn: dict(piece.read_state(twin.inner)) for fqn, piece in pieces.items()}
     own = {fqn: piece.parameter.detach().clone() for fqn, piece in pieces.items() if piece.master}
     return {

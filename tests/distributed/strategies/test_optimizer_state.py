@@ -166,7 +166,8 @@ def test_the_full_state_is_that_of_one_process_and_loads_on_any_number_of_ranks(
     of_two = in_full(None, as_file(every[1]))  # torch's own
     of_one = run_ranks(in_full, 2, plugins, as_file(plain))[0]
     of_three = run_ranks(in_full, 3, plugins, as_file(every[0]))[0]
-    for found in (of_two, of_one, of_three):
+    alone = run_ranks(in_full, 1, plugins, as_file(plain))[0]
+    for found in (of_two, of_one, of_three, alone):
         torch.testing.assert_close(found, expected)
 
 
