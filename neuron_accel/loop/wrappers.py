@@ -65,7 +65,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         run = self._run
         self.lazy = LazyStep(self.optimizer, run.backend, self.gradient_state) if run.backend.is_lazy else None
         self._stepping = run.join.register("an optimizer step", weakly(self._step_along), flushes=True)
-        self._zeroing = run.join.register("zeroing gradients", self.optimizer.zero_grad)
+        self._zeroing = run.join.register("zeroing gradients", weakly(self._zero_along))
 
     def step(self, closure: Any = None) -> None:
         self.gradient_state.is_xla_gradients_synced = True
@@ -196,6 +196,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.gradient_state._set_sync_gradients(True)
         self.step()
         self.optimizer.zero_grad()
+
+    def _zero_along(self, *set_to_none: bool) -> None:
+        """As on the other ranks, on a rank that has run out of data."""
+        self.optimizer.zero_grad(*set_to_none)
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:

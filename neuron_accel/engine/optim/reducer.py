@@ -318,6 +318,11 @@ class BackwardWatcher:
         if begun := self._trainable.begun():
             self._join(begun, owed=False)
 
+    def retire(self) -> None:
+        """Removes the hooks, for good: ranks without data take part in no backward pass of this watcher any more."""
+        self.close()
+        self._run.join.drop(self._action)
+
     def close(self) -> None:
         """Removes the hooks."""
         if self in self._run.watchers:

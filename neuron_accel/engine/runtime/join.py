@@ -98,6 +98,14 @@ class Join:
         self._actions.append(action)
         return action
 
+    def drop(self, *actions: JoinAction) -> None:
+        """Drops actions that are not taken any more, and what they keep. The others keep their numbers, which ranks
+        send each other."""
+        gone = set(actions)
+        for action in gone:
+            action.announced = False
+        self._actions = [self._collective_only if action in gone else action for action in self._actions]
+
     def forget(self) -> None:
         """Drops all registered actions."""
         self._actions = [self._collective_only]

@@ -421,6 +421,8 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         used = [(shard, index) for shard in self.shards for index, used in enumerate(shard.used_anywhere) if used]
         gradients = [(shard.parameters[index], shard.full_gradient(index).clone()) for shard, index in used]
         self.close()
+        self._watcher.retire()
+        self._run.join.drop(self._own_call)  # which would keep the state until the end of the run
         self._dissolve()
         for parameter, gradient in gradients:
             parameter.grad = gradient
