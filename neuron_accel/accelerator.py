@@ -573,9 +573,21 @@ class NeuronAccelerator(Accelerator):
         )
         prepared._is_accelerate_prepared = True
         self.run.add_optimizer(prepared)
-        self._optimizers[:] = [each for each in self._optimizers if not getattr(each.optimizer, "retired", False)]
         self._optimizers.append(prepared)
+        self._drop_retired()
         return prepared
+
+    def _drop_retired(self) -> None:
+        """Drops the optimizers whose parameters a later one has, with their schedulers: checkpoints leave them out."""
+        retired = [each for each in self._optimizers if getattr(each.optimizer, "retired", False)]
+        for each in retired:
+            if each.lazy is not None:
+                each.lazy.close()
+                each.lazy = None
+            self._optimizers.remove(each)
+        self._schedulers[:] = [
+            each for each in self._schedulers if not each.optimizers or any(o not in retired for o in each.optimizers)
+        ]
 
     def _warn_of_lost_updates(self, optimizer: torch.optim.Optimizer) -> None:
         low = any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"])

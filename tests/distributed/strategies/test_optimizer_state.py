@@ -217,6 +217,28 @@ def twice(accelerator, model):
     return model
 
 
+def freed(plugins):
+    import gc
+    import weakref
+
+    accelerator, model, first = make(plugins)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.LinearLR(first.optimizer.optimizer))
+    assert scheduler.optimizers == [first]
+    steps(accelerator, model, first, range(2))
+    scheduler.step()
+    second, reference = accelerator.prepare(sgd(model.parameters())), weakref.ref(first.optimizer)
+    assert (accelerator._optimizers, accelerator._schedulers) == ([second], [])
+    del first, scheduler
+    steps(accelerator, model, second, range(2, 3))
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_replaced_optimizer_is_freed_with_its_state(strategy):
+    run_ranks(freed, 2, STRATEGIES[strategy])
+
+
 class Plain:
     """One process, without this library."""
 
