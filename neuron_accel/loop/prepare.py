@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -165,32 +165,31 @@ def carry_hooks(hooked: list[tuple[ParameterRecord, nn.Parameter, dict[int, Any]
                 fix="register it on the parameter of the prepared model, for its shard, or use `register_hook`, which "
                 "sees the full gradient",
             )
-        if hooks:
+        if parameter is before:  # each in its place, from where its handle removes it
+            known = _hooks_of(before)
+            known.update({key: _OnFull(known, {key: hook}, record, run) for key, hook in hooks.items()})
+        elif hooks:
             trains = parameter.requires_grad
-            parameter.requires_grad_(True).register_hook(_OnFull(before, hooks, record, run))
+            parameter.requires_grad_(True).register_hook(_OnFull(_hooks_of(before), hooks, record, run))
             parameter.requires_grad_(trains)
-            if parameter is before:
-                for key in hooks:
-                    _hooks_of(before).pop(key)
 
 
 class _OnFull:
     """Calls hooks with the full gradient of a parameter of which ranks have shards or partial sums. Collective.
 
     Args:
-        before: the parameter on which they were registered, from which they may be removed.
+        registered: the hooks of the parameter on which they were registered, from which they may be removed.
         hooks: the hooks.
         record: the parameter.
         run: the run.
     """
 
-    def __init__(self, before: nn.Parameter, hooks: dict[int, Any], record: ParameterRecord, run: Run) -> None:
-        self._before, self._hooks, self._record, self._run = _hooks_of(before), hooks, record, run
-        self._was_replaced = record.current is not before
+    def __init__(self, registered: Mapping[int, Any], hooks: dict[int, Any], record: ParameterRecord, run: Run) -> None:
+        self._registered, self._hooks, self._record, self._run = registered, hooks, record, run
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         record, run = self._record, self._run
-        hooks = [hook for key, hook in self._hooks.items() if not self._was_replaced or key in self._before]
+        hooks = [hook for key, hook in self._hooks.items() if key in self._registered]
         if not hooks:
             return None
         group = run.group(*record.partial_axes)

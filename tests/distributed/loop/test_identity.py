@@ -115,9 +115,10 @@ def hooks_registered_before_prepare(plugins):
     embeddings.register_hook(lambda gradient: gradient * 1000).remove()
     norm = model.model.norm.weight
     norm.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    removed = model.lm_head.weight.register_hook(torch.zeros_like)
+    removed = [p.register_hook(torch.zeros_like) for p in (model.lm_head.weight, norm)]
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    removed.remove()
+    for handle in removed:
+        handle.remove()
     ids = torch.randint(0, 96, (4, 12), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         accelerator.backward(model(input_ids=ids, labels=ids).loss)
