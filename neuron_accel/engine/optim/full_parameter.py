@@ -155,9 +155,7 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The state of the full parameter, by shard."""
-        return StateByParameter(
-            self, lambda shard: next((p for p in self.state_pieces() if p.parameter is shard), None)
-        )
+        return StateByParameter(self, self._piece_of)
 
     @state.setter
     def state(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
@@ -258,24 +256,22 @@ class FullParameterOptimizer(OwnMethods, torch.optim.Optimizer):
 
     def state_pieces(self) -> list[StatePiece]:
         """Returns this rank's state, one :class:`StatePiece` for each parameter of the original model."""
-        pieces = []
-        for index, group in enumerate(self.param_groups):
-            for shard in group["params"]:
-                record, (store, key) = self._run.find_parameter(shard), self.place_of_state(shard)
-                if record is not None:
-                    pieces.append(
-                        StatePiece(
-                            record=record,
-                            parameter=shard,
-                            start=0,
-                            stop=shard.numel(),
-                            group=index,
-                            whole=key is not shard,
-                            key=key,
-                            store=store,
-                        )
-                    )
-        return pieces
+        places = [(shard, index) for index, group in enumerate(self.param_groups) for shard in group["params"]]
+        return [piece for place in places if (piece := self._piece(*place)) is not None]
+
+    def _piece_of(self, shard: torch.Tensor) -> StatePiece | None:
+        groups = enumerate(self.param_groups)
+        index = next((i for i, group in groups if any(p is shard for p in group["params"])), None)
+        return None if index is None else self._piece(shard, index)  # type: ignore[arg-type]  # it is a parameter
+
+    def _piece(self, shard: nn.Parameter, index: int) -> StatePiece | None:
+        record, (store, key) = self._run.find_parameter(shard), self.place_of_state(shard)
+        if record is None:
+            return None
+        whole, stop = key is not shard, shard.numel()
+        return StatePiece(
+            record=record, parameter=shard, start=0, stop=stop, group=index, whole=whole, key=key, store=store
+        )
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the full parameters, which is equal on all ranks along the axes over which they are
