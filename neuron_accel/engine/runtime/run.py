@@ -78,7 +78,7 @@ class PreparedModel:
     forward_is_event: bool = False
     """Whether each forward pass is an event: :meth:`make_events` was called."""
     is_changed: bool = field(default=False, init=False)
-    """Whether some module of the process has got a parameter or a part since :attr:`check_changes` was called."""
+    """Whether a module of the model has got a parameter or a part since :attr:`check_changes` was called."""
     check_changes: Callable[[], bool] = field(default=lambda: False, init=False)
     """Is called before a forward pass if :attr:`is_changed`, and returns whether it is to be called again."""
 
