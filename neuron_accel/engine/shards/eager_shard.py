@@ -135,6 +135,7 @@ class EagerShard(BucketShard):
 
     @property
     def has_masters(self) -> bool:
+        """Whether the master weights are separate from the parameters."""
         return self.optimizer_dtype != self.bucket.dtype
 
     @property

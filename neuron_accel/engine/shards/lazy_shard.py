@@ -132,10 +132,6 @@ class LazyShard(BucketShard):
         self._note_weights()
 
     @property
-    def has_masters(self) -> bool:
-        return True
-
-    @property
     def _device(self) -> torch.device:
         return self.parameters[0].device
 

@@ -128,11 +128,6 @@ class BucketShard(ABC):
         return self.run.backend.all_gather(chunk, self.group)
 
     # ---- what the optimizer updates ----------------------------------------------------------------------------------
-    @property
-    @abstractmethod
-    def has_masters(self) -> bool:
-        """Whether the master weights are separate from the parameters."""
-
     def updated(self) -> list[tuple[nn.Parameter, Sequence[ParameterShard]]]:
         """Returns the tensors that the optimizer updates, each with the parameter shards that it consists of."""
         return [(piece.master, [piece]) for piece in self.pieces]

@@ -71,11 +71,6 @@ class ShardTwin:
         return state_of(self.inner.inner if isinstance(self.inner, FullParameterOptimizer) else self.inner)
 
     @property
-    def masters(self) -> list[nn.Parameter]:
-        """The tensors that are updated, in the order of the groups."""
-        return [master for group in self.inner.param_groups for master in group["params"]]
-
-    @property
     def _joining(self) -> list[BucketShard]:
         return [shard for shard in self.shards if shard.joins]
 
