@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -112,9 +113,22 @@ def _offer_as_ddp(record: PreparedModel, run: Run) -> None:
     """Sets ``module`` and ``device``, which a DistributedDataParallel has, on several ranks, where Accelerate makes
     one."""
     if run.backend.world_size > 1:
-        for name, value in (("module", record.inner), ("device", run.device)):
-            if not hasattr(record.inner, name):
-                vars(record.inner)[name] = value
+        given = {"module": record.inner, "device": run.device}
+        offered = {name: value for name, value in given.items() if not hasattr(record.inner, name)}
+        vars(record.inner).update(offered)
+        record.handles.append(_Offered(record.inner, tuple(offered)))
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """A handle of attributes that a model has while it is prepared."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+
+    def remove(self) -> None:
+        for name in self.names:
+            vars(self.model).pop(name, None)
 
 
 def _refuse_joined(run: Run, record: PreparedModel) -> bool:
@@ -239,8 +253,6 @@ def _let_go(record: PreparedModel) -> None:
     prepared again."""
     for module in (record.original, record.module):
         vars(module).pop("_neuron_accel_owner", None)
-        if vars(module).get("module") is module:
-            del module.module
     for handle in record.handles:
         handle.remove()
     if any(r.layout.cuts or r.holders or r.weights for r in record.parameters):

@@ -164,6 +164,9 @@ def joins_later():
             said.append(str(error))
             if isinstance(model[2], nn.Linear):
                 model[2].weight = kept
+    accelerator.free_memory()
+    assert not hasattr(model, "module")
+    assert not hasattr(model, "device")  # another run may have another one
     return said
 
 
