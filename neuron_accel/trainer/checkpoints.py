@@ -105,7 +105,8 @@ class Saving(Trainer):
 @contextmanager
 def full_values(record: PreparedModel, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Context in which the modules of a sharded model have full weights on the CPU, so that whatever writes a model may
-    be called on one rank: ``state_dict`` and ``save_pretrained`` of a module are its own. Calling one is an error.
+    be called on one rank: ``state_dict`` and ``save_pretrained`` of a module are its own. Calling one is an error, and
+    so is the ``state_dict`` of one of which other ranks have parts.
 
     Args:
         record: the model.
@@ -121,6 +122,11 @@ def full_values(record: PreparedModel, state: Mapping[str, torch.Tensor]) -> Ite
             undo.callback(part.register_forward_pre_hook(_refuse_call, prepend=True).remove)
             undo.callback(setattr, part, "_state_dict_pre_hooks", part._state_dict_pre_hooks)
             part._state_dict_pre_hooks = OrderedDict()  # a plugin's refuses: it knows of shards
+        for name in (name for each in record.parameters if each.current is None for name in each.names):
+            path = name.split(".")
+            for part in (parts.get(".".join(path[:end])) for end in range(len(path))):
+                if part is not None:
+                    part._state_dict_pre_hooks = OrderedDict({0: _refuse_state})
         for name, value in state.items():
             path, _, own = name.rpartition(".")
             for held in (parts[path]._parameters, parts[path]._buffers) if path in parts else ():
@@ -130,6 +136,15 @@ def full_values(record: PreparedModel, state: Mapping[str, torch.Tensor]) -> Ite
                         value = new.setdefault(id(value), nn.Parameter(value, requires_grad=was.requires_grad))
                     held[own] = value
         yield
+
+
+def _refuse_state(module: nn.Module, *_: Any) -> NoReturn:
+    raise UsageError(
+        f"This process has only some parts of {type(module).__name__}, those of its stage.",
+        where="`_save` of a Trainer",
+        why="the model is a pipeline, and a file with its `state_dict()` would lack the parts of other stages",
+        fix="write the `state_dict` that `_save` receives",
+    )
 
 
 def _refuse_call(*_: Any) -> NoReturn:
