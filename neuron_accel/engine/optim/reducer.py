@@ -397,8 +397,6 @@ class BackwardWatcher:
                 self.owe()
             return
         now = self._enter()
-        if followed:
-            now.sends_early = False  # gradients stay where they are to the end of this pass
         if is_late:
             return
         is_sent = bucket < now.next and bucket not in now.ahead
@@ -419,7 +417,9 @@ class BackwardWatcher:
                 )
             now.arrived.add(number)
             now.missing[bucket] -= 1
-        if now.sends_early and not self._run.join.is_uneven:
+        # One that other hooks are to see stays where it is, and is taken when its bucket is sent. In what order buckets
+        # are sent does not depend on it: this rank alone may have such hooks.
+        if now.sends_early and not followed and not self._run.join.is_uneven:
             self._owner.take_gradient(bucket, index)
             if now.missing[bucket] == 0 and self._owner.by_arrival:
                 self._advance(now)
