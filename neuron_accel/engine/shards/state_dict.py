@@ -13,6 +13,7 @@ from neuron_accel.engine.shards.build import record_of
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
+    from neuron_accel.engine.optim.state import StatePiece
     from neuron_accel.engine.shards.shard_twin import ShardTwin
 
 _OF_SHARDS = ("state", "param_groups", "pieces", "master_weights")
@@ -21,7 +22,7 @@ _OF_SHARDS = ("state", "param_groups", "pieces", "master_weights")
 def state_of_rank(twin: ShardTwin, *, masters: bool) -> dict[str, Any]:
     """Returns the state of this rank's shards (``state``), options and parameters of the groups (``param_groups``),
     which elements the shards are (``pieces``), and, with ``masters``, their own weights (``master_weights``)."""
-    pieces = {twin.run.name_of(piece.record): piece for piece in twin.state_pieces(masters=masters)}
+    pieces = _pieces(twin, masters=masters)
     groups = [
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
         for group in twin.optimizer.param_groups
@@ -49,7 +50,7 @@ def load_state_of_rank(twin: ShardTwin, state: dict[str, Any]) -> bool:
     Raises:
         UsageError: if it is the state of other shards than those of this rank.
     """
-    pieces = {twin.run.name_of(piece.record): piece for piece in twin.state_pieces(masters=True)}
+    pieces = _pieces(twin, masters=True)
     places = state.get("pieces", {})
     for fqn in state["state"]:
         piece, (start, stop) = pieces.get(fqn), places.get(fqn, (None, None))
@@ -67,8 +68,9 @@ def load_state_of_rank(twin: ShardTwin, state: dict[str, Any]) -> bool:
     if more:  # of the user's class
         twin.of_shards.load_state_dict({**twin.of_shards.state_dict(), **more})
         share_options(twin.optimizer, twin.of_shards)
+        pieces = _pieces(twin, masters=True)  # which are in another dict now
     for group, theirs in zip(twin.optimizer.param_groups, state["param_groups"], strict=True):
-        group.update({k: v for k, v in theirs.items() if k != "params" and not names_parameters(v)})
+        group.update({k: _copied(v) for k, v in theirs.items() if k != "params" and not names_parameters(v)})
     masters = state.get("master_weights")
     for fqn, piece in pieces.items():
         piece.drop_state(twin.inner)
@@ -79,6 +81,10 @@ def load_state_of_rank(twin: ShardTwin, state: dict[str, Any]) -> bool:
             with torch.no_grad():
                 piece.parameter.copy_(masters[fqn]) if fqn in masters else piece.take_weights(twin.run)
     return masters is not None
+
+
+def _pieces(twin: ShardTwin, *, masters: bool) -> dict[str, StatePiece]:
+    return {twin.run.name_of(piece.record): piece for piece in twin.state_pieces(masters=masters)}
 
 
 def _copied(value: Any) -> Any:

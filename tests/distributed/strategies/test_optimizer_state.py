@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import defaultdict
 
@@ -169,6 +170,45 @@ def test_the_full_state_is_that_of_one_process_and_loads_on_any_number_of_ranks(
     alone = run_ranks(in_full, 1, plugins, as_file(plain))[0]
     for found in (of_two, of_one, of_three, alone):
         torch.testing.assert_close(found, expected)
+
+
+class Counting(torch.optim.AdamW):
+    """Has an entry of its own in its state dict."""
+
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "count"})
+
+
+def back(plugins):
+    """What is left of steps after which the state and the weights before them are loaded."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    with one_at_a_time():
+        model = Net()
+    model, optimizer = accelerator.prepare(model, Counting(model.parameters(), lr=0.05))
+    steps(accelerator, model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    steps(accelerator, model, optimizer, range(2, 5))
+    optimizer.load_state_dict(state)
+    found = optimizer.state_dict()
+    assert (found["count"], found.keys()) == (2, state.keys())
+    torch.testing.assert_close(dict(found["state"]), dict(state["state"]))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_loads_beside_entries_of_a_class(strategy):
+    run_ranks(back, 2, STRATEGIES[strategy])
 
 
 # ---- one owner -------------------------------------------------------------------------------------------------------
