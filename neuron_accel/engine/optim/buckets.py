@@ -159,8 +159,9 @@ class FlatGradients:
         if gradient.dtype is not self._bucket.dtype:
             raise UsageError(
                 f"The gradient of {self._bucket.records[index].fqn!r} is {gradient.dtype}, not {self._bucket.dtype}.",
-                why="the model was converted, by `double()`, `half()` or `to()`, after it was prepared",
-                fix="convert the model before `prepare`",
+                why="the model was converted, by `double()`, `half()` or `to()`, after it was prepared, or its "
+                "parameters have a `grad_dtype`",
+                fix="convert the model before `prepare`, and leave `grad_dtype` as it is",
             )
         if self._flat is None:
             self._allocate()
