@@ -123,8 +123,8 @@ def full_values(record: PreparedModel, state: Mapping[str, torch.Tensor]) -> Ite
             undo.callback(setattr, part, "_state_dict_pre_hooks", part._state_dict_pre_hooks)
             part._state_dict_pre_hooks = OrderedDict()  # a plugin's refuses: it knows of shards
         for name in (name for each in record.parameters if each.current is None for name in each.names):
-            path = name.split(".")
-            for part in (parts.get(".".join(path[:end])) for end in range(len(path))):
+            parents = name.split(".")[:-1]
+            for part in (parts.get(".".join(parents[:end])) for end in range(len(parents) + 1)):
                 if part is not None:
                     part._state_dict_pre_hooks = OrderedDict({0: _refuse_state})
         for name, value in state.items():
