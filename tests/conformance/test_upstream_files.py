@@ -50,7 +50,8 @@ def upstream(tmp_path_factory):
     folder = tmp_path_factory.mktemp("accelerate")
     with tarfile.open(source_distribution()) as archive:
         members = [m for m in archive.getmembers() if Path(m.name).parts[1:2] == ("tests",)]
-        archive.extractall(folder, members, filter="data")
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.10.12 and 3.11.4
+        archive.extractall(folder, members, **safely)
     (root,) = folder.iterdir()
     return root
 

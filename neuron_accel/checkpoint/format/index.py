@@ -220,13 +220,11 @@ class RankFiles:
     """
 
     def __init__(self, folder: Location, files: Mapping[int, tuple[str, int, int]]) -> None:
-        import numpy as np
-
         if not all(0 <= rank < MOST_RANKS for rank in files):
             raise ValueError("a rank is impossible")
         self._folder, self._files = folder, files
         self._located: dict[int, Location] = {}
-        self._room = np.full(max(files, default=-1) + 1, -1, dtype=np.int64)
+        self._room = [-1] * (max(files, default=-1) + 1)
         for rank, (_, header, size) in files.items():
             self._room[rank] = size - header
 
@@ -241,7 +239,7 @@ class RankFiles:
         if not 0 <= first < MOST_RANKS or not 1 <= count <= MOST_RANKS or not (0 < step < MOST_RANKS or count == 1):
             return False
         room = self._room[first : first + (count - 1) * step + 1 : step or 1]
-        return len(room) == count and end <= int(room.min())
+        return len(room) == count and end <= min(room)
 
 
 class IndexPart:
