@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,3 +62,13 @@ def test_no_test_compares_seconds():
     assert len(files) > 200
     found = {str(path.relative_to(ROOT)): differences_of_clocks(ast.parse(path.read_text())) for path in files}
     assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_without_a_gpu_its_tests_are_skipped_with_the_reason():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-q", "tests/cuda"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" not in done.stdout
+    assert "skipped" in done.stdout
+    assert "no CUDA ranks: torch" in done.stdout
