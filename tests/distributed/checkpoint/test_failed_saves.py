@@ -222,7 +222,8 @@ class TakenOver(Files):
 
 def _save_into_a_folder_that_is_taken_over(folder: Path) -> None:
     theirs = folder / MODEL_FOLDER / "rank_00.safetensors"
-    session = Session(Trained("gpt2-tied", []).accelerator._source(), TakenOver(folder, theirs))
+    accelerator = Trained("gpt2-tied", []).accelerator  # the source does not keep it
+    session = Session(accelerator._source(), TakenOver(folder, theirs))
     with pytest.raises(CheckpointError, match="taken this folder over"):
         session.save(str(folder))
     assert theirs.read_bytes() == b"theirs"
