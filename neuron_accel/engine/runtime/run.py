@@ -87,8 +87,9 @@ class PreparedModel:
         return f"<{type(self).__name__}: {type(self.original).__name__}, {use}; {self.parameters!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies of a model, which hooks of its module bring this along to: nothing watches them for changes."""
-        return {name: value for name, value in vars(self).items() if name not in ("is_changed", "check_changes")}
+        """Of a copy of a model, which hooks of its module bring this along to. It is neither watched nor released."""
+        kept = {name: value for name, value in vars(self).items() if name not in ("is_changed", "check_changes")}
+        return {**kept, "handles": []}
 
     @property
     def inner(self) -> nn.Module:
