@@ -128,6 +128,9 @@ class Curvature(torch.optim.Optimizer):
                 if p.grad is not None:
                     p.sub_(p.grad / (self.state[p].get("curvature", 0.0) + 0.1), alpha=group["lr"])
 
+    def rates(self):
+        return [group["lr"] for group in self.param_groups]
+
     @torch.no_grad()
     def normalize(self):
         params = [p for group in self.param_groups for p in group["params"]]
@@ -157,10 +160,14 @@ class Delegating(torch.optim.Optimizer):
             self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p, 0.3)
 
     @torch.no_grad()
-    def swap_average(self):
+    def eval(self):
         for p in (p for group in self.param_groups for p in group["params"]):
-            p.copy_(self.state[p].pop("kept")) if "kept" in self.state[p] else self._show(p)
+            if "average" in self.state[p]:
+                self.state[p]["kept"] = p.clone()
+                p.copy_(self.state[p]["average"])
 
-    def _show(self, p):
-        self.state[p]["kept"] = p.clone()
-        p.copy_(self.state[p]["average"])
+    @torch.no_grad()
+    def train(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if "kept" in self.state[p]:
+                p.copy_(self.state[p].pop("kept"))

@@ -416,7 +416,7 @@ def _step_twice(case: Case, out: Lines) -> None:
 def _switch(case: Case, out: Lines, method: str) -> None:
     """Changes the weights for an evaluation, and back to those that are trained."""
     if case.wraps in AVERAGES:
-        out(f"optimizer.optimizer.{method if case.wraps == 'schedule-free' else 'swap_average'}()")
+        out(f"optimizer.optimizer.{method}()")
 
 
 def _zero(case: Case, out: Lines) -> None:

@@ -32,12 +32,12 @@ def shows_averages():
         optimizer.zero_grad()
     gc.collect()
     gc.disable()
-    optimizer.optimizer.swap_average()
+    optimizer.optimizer.eval()
     before = on_device(accelerator.device)
     gc.collect()
     return len(before - on_device(accelerator.device))
 
 
-def test_trying_a_method_leaves_nothing_on_the_device():
+def test_a_method_leaves_nothing_on_the_device():
     """Ranks collect garbage at different times, and what is not collected is a part of the graph."""
     assert run_ranks(shows_averages, 1, backend="xla", timeout=110) == [0]

@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,48 +81,6 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
         return True
 
 
-# ---- other methods than `step` ---------------------------------------------------------------------------------------
-Call: TypeAlias = tuple[str, Sequence[Any], Mapping[str, Any]]
-"""Name and arguments of a method that is called."""
-
-
-def why_not_by_shards(optimizer: torch.optim.Optimizer, calls: Sequence[Call], *, by_parameter: bool) -> str | None:
-    """Returns why methods of an optimizer (``eval``, ``swap_average``) cannot be called for shards of parameters, or
-    None if they can: the result is then that of a call for the full parameters.
-
-    Args:
-        optimizer: as for :func:`is_elementwise`.
-        calls: the methods, in the order in which they are called after a few steps.
-        by_parameter: whether shards are full parameters, but only some of them.
-    """
-    ways: list[tuple[int, Callable[[torch.Tensor], Sequence[torch.Tensor]]]] = [(2, lambda matrix: [matrix])]
-    ways += [] if by_parameter else [(1, _flat_pieces)]
-    for group, owner in _held_kinds(optimizer):
-        for matrices, divide in ways:
-            try:
-                agrees = _agrees(optimizer, group, owner, matrices=matrices, divide=divide, calls=calls)
-            except Exception as error:
-                return f"it failed on small parameters that represent shards: {type(error).__name__}: {error}"
-            if not agrees:
-                return "its result depends on all parameters together, or on the full parameter, which no rank holds"
-    return None
-
-
-def uses_gradients(optimizer: torch.optim.Optimizer, calls: Sequence[Call]) -> bool:
-    """Returns whether the last of ``calls`` depends on gradients. Arguments are as for :func:`why_not_by_shards`."""
-    values, gradients = _examples(1)
-    for group, owner in _held_kinds(optimizer):
-        results = [_updated(optimizer, group, owner, values, gradients, calls, factor)[0] for factor in (1.0, 2.0)]
-        if not torch.equal(*results):
-            return True
-    return False
-
-
-def _held_kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yields what :func:`_kinds` does, without groups of which this rank has no elements."""
-    yield from ((group, owner) for group, owner in _kinds(optimizer) if owner is not None and owner.numel())
-
-
 def _kinds(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     """Yields each group with one parameter for every set of attributes that parameters have, a few at most."""
     for group in optimizer.param_groups:
@@ -176,14 +134,13 @@ def _agrees(
     matrices: int,
     shape: tuple[int, int] = _SMALL,
     divide: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda matrix: [matrix],
-    calls: Sequence[Call] = (),
 ) -> bool:
     values, gradients = _examples(matrices, shape)
-    together = _updated(optimizer, group, owner, values, gradients, calls)
+    together = _updated(optimizer, group, owner, values, gradients)
     apart = []
     for value, of_value in zip(values, gradients, strict=True):
         pieces = list(zip(divide(value), *(divide(g) for g in of_value), strict=True))
-        updated = [_updated(optimizer, group, owner, [piece[0]], [piece[1:]], calls)[0] for piece in pieces]
+        updated = [_updated(optimizer, group, owner, [piece[0]], [piece[1:]])[0] for piece in pieces]
         apart.append(torch.cat(updated, dim=1))
     return all(
         one.shape == other.shape and _is_close(one, other, value)
@@ -192,7 +149,7 @@ def _agrees(
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor, value: torch.Tensor) -> bool:
-    """Compares results of :func:`_updated`, relative to the largest update, and the largest entry of the state."""
+    """Compares results of :func:`_updated`, relative to the largest update, and the largest value after ``eval``."""
     before = torch.zeros_like(one)
     before[0] = value.reshape(-1)
     errors, sizes = (one - other).abs().amax(dim=1), (one - before).abs().amax(dim=1)
@@ -225,26 +182,21 @@ def _updated(
     owner: torch.Tensor | None,
     values: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
-    calls: Sequence[Call] = (),
-    factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Returns for each parameter its values after the steps of one optimizer and after ``calls``, and the entries of
-    its state then, ``[1 + entries, elements]``; without calls no entries. Gradients of the last of the calls are
-    multiplied by ``factor``."""
+    """Returns for each parameter its values after the steps of one optimizer, and after its ``eval`` where it has one,
+    ``[1 or 2, elements]``."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     trial = _twin(optimizer, group, owner, parameters)
     for step in range(_STEPS):
         for parameter, of_parameter in zip(parameters, gradients, strict=True):
             parameter.grad = of_parameter[step].clone()
         trial.step()
-    for number, (name, arguments, options) in enumerate(calls, start=1):
-        for parameter, of_parameter in zip(parameters, gradients, strict=True):
-            parameter.grad = of_parameter[0] * (factor if number == len(calls) else 1.0)
-        getattr(trial, name)(*arguments, **options)
-    rows = [[parameter.detach()] for parameter in parameters]
-    for row, parameter in zip(rows, parameters, strict=True) if calls else ():
-        entries = sorted(state_of(trial).get(parameter, {}).items())
-        row += [v for _, v in entries if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
+    rows = [[parameter.detach().clone()] for parameter in parameters]
+    switch = getattr(trial, "eval", None)
+    if callable(switch):
+        switch()
+        for row, parameter in zip(rows, parameters, strict=True):
+            row.append(parameter.detach())
     return [torch.stack([value.reshape(-1).double() for value in row]) for row in rows]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that a user's optimizer has beside those of ``torch.optim.Optimizer``, such as ``eval`` and ``swap_average``.
+"""Methods that a user's optimizer has beside those of ``torch.optim.Optimizer``, such as ``eval`` and ``first_step``.
 
 A wrapper whose ``inner`` optimizer updates other tensors than the model's parameters has them too. They run on these
 tensors, and what they have written must reach the model before they return.
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from neuron_accel.engine.optim.elementwise import uses_gradients, why_not_by_shards
 from neuron_accel.errors import UsageError
 
 
@@ -48,42 +47,23 @@ class OwnMethods:
     def call_own(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Calls a method of the inner optimizer, whose weights the model's parameters have afterwards."""
 
-    def trial(
-        self,
-        optimizer: torch.optim.Optimizer,
-        name: str,
-        arguments: Sequence[Any],
-        options: Mapping[str, Any],
-        *,
-        by_parameter: bool,
-    ) -> tuple[str | None, bool]:
-        """Tests a method of ``optimizer``, which updates shards, on small parameters, after the other methods that were
-        tested before.
 
-        Returns:
-            why it cannot be called for shards, or None; and whether it uses gradients.
-        """
-        calls = vars(self).setdefault("_calls", {})
-        calls[name] = (name, arguments, options)
-        reason = why_not_by_shards(optimizer, list(calls.values()), by_parameter=by_parameter)
-        return reason, reason is None and uses_gradients(optimizer, list(calls.values()))
+class TensorWatch(TorchFunctionMode):
+    """Sees whether tensors are used inside of it.
 
-    def watched_call(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, bool]:
-        """Calls a method of the inner optimizer.
+    Args:
+        refusal: an error that is raised by the first use; None to note it.
+    """
 
-        Returns:
-            its result, and whether it has used tensors. If not, it has written to none.
-        """
-        with _Watch() as watch:
-            result = getattr(self.inner, name)(*arguments, **options)
-        return result, watch.has_seen
-
-
-class _Watch(TorchFunctionMode):
-    has_seen = False
+    def __init__(self, refusal: Exception | None = None) -> None:
+        super().__init__()
+        self._refusal, self.has_seen = refusal, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = (*args, *(kwargs or {}).values())
         flat = [entry for value in values for entry in (value if isinstance(value, (list, tuple)) else [value])]
-        self.has_seen = self.has_seen or any(isinstance(value, torch.Tensor) for value in flat)
+        if any(isinstance(value, torch.Tensor) for value in flat):
+            self.has_seen = True
+            if self._refusal is not None:
+                raise self._refusal
         return func(*args, **(kwargs or {}))

@@ -21,7 +21,7 @@ from torch import nn
 from neuron_accel.engine.optim.buckets import Bucket, used_anywhere
 from neuron_accel.engine.optim.elementwise import is_separable, needs_closure, why_not_elementwise
 from neuron_accel.engine.optim.norms import GradientPart, clip_by_norm, parts_of_others
-from neuron_accel.engine.optim.own_methods import OwnMethods
+from neuron_accel.engine.optim.own_methods import OwnMethods, TensorWatch
 from neuron_accel.engine.optim.reducer import BackwardWatcher
 from neuron_accel.engine.optim.state import StateByParameter, StatePiece
 from neuron_accel.engine.shards.build import ShardBuilder
@@ -106,7 +106,6 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         overlap = overlap and (not self._lazy or not self.by_arrival)
         self._watcher = BackwardWatcher(self, self._records(optimizer.param_groups), run, overlap=overlap)
         self._own_call = run.join.register("a method of the optimizer", self.call_own)
-        self._uses_gradients: dict[str, bool] = {}  # the methods that were tested
         self._twin.create()
         self.inner = self._twin.inner
 
@@ -296,39 +295,34 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         return loss
 
     def call_own(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Calls a method of the user's optimizer for this rank's shards, such as ``eval`` of a schedule-free optimizer,
-        and gathers the weights if it may have written to them. Collective.
+        """Calls ``train`` or ``eval`` of the user's optimizer for this rank's shards, as a schedule-free optimizer has
+        them, and gathers the weights if they were written to. Collective. Other methods must not use tensors.
 
         Raises:
-            UsageError: if its result would not be that of a call for all parameters.
+            UsageError: if another method does.
         """
+        method = getattr(self.inner, name)
+        if name not in ("train", "eval"):
+            with TensorWatch(self._refusal(name)):
+                return method(*arguments, **options)
         self._own_call(name, arguments, options)
         self.take_over()
-        if name not in self._uses_gradients:
-            self._test_own(name, arguments, options)
-        if self._uses_gradients[name]:
-            self.flush()
         self._sync_user_weights()
-        with self._twin.updating(by_gradients=self._uses_gradients[name]):
-            result, wrote = self.watched_call(name, arguments, options)
-        if any(self._everyone(wrote)):
+        with self._twin.updating(by_gradients=False), TensorWatch() as watch:
+            result = method(*arguments, **options)
+        if any(self._everyone(watch.has_seen)):
             self.gather_weights()
             self._run.backend.step_boundary()
         return result
 
-    def _test_own(self, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-        self._run.backend.step_boundary()  # a trial reads state
-        found = self.trial(self._twin.of_shards, name, arguments, options, by_parameter=self._keeps_parameters)
-        everyone = self._everyone(found)
-        reason = next((reason for reason, _ in everyone if reason is not None), None)
-        if reason is not None:
-            raise UsageError(
-                f"{type(self._twin.of_shards).__name__}.{name} cannot be called with {self._title}.",
-                where=f"plugin {self._plugin!r}, optimizer.{name}()",
-                why=reason,
-                fix=f"train without {self._title}",
-            )
-        self._uses_gradients[name] = any(uses for _, uses in everyone)
+    def _refusal(self, name: str) -> UsageError:
+        return UsageError(
+            f"{type(self._twin.of_shards).__name__}.{name} cannot be called with {self._title}.",
+            where=f"plugin {self._plugin!r}, optimizer.{name}()",
+            why="each rank has some elements of the tensors that it uses, and what it does with them is not known",
+            fix="do it in the optimizer's `step`, or in its `train` and `eval`, which are tested for shards, or train "
+            f"without {self._title}",
+        )
 
     def _everyone(self, value: T) -> list[T]:
         """Returns the values of all ranks that shard the optimizer; on devices whose ranks run one graph, this

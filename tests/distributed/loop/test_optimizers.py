@@ -34,9 +34,9 @@ ELEMENTWISE = {
     "lookahead-sgd-1": lambda params: Lookahead(sgd(params), k=1),
     "lookahead-adagrad-1": lambda params: Lookahead(torch.optim.Adagrad(params, lr=0.01), k=1),
     "average": lambda params: Delegating(sgd(params)),
-    "curvature": Curvature,
 }
 FULL = {
+    "curvature": Curvature,
     "lookahead-adafactor": lambda params: Lookahead(torch.optim.Adafactor(params, lr=1e-2)),
     "sam-closure": lambda params: SAM(params, torch.optim.SGD, lr=0.1, momentum=0.9),
     "sam-steps": lambda params: SAM(params, torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -88,11 +88,11 @@ def train(make, name, batches, accelerator=None, dtype=torch.float32, between=No
         optimizer.zero_grad()
         if index % 2 and name in ("schedule-free", "average"):
             model.eval()
-            own.eval() if name == "schedule-free" else own.swap_average()
+            own.eval()
             with torch.no_grad():
                 losses.append(float(reduce(forward(batches[0]))))
             if name == "average" and index + 1 < len(batches):
-                own.swap_average()
+                own.train()
     weights = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
     return losses, {k: v.float().clone() for k, v in weights.items()}
 
@@ -192,6 +192,12 @@ class Scheduled(torch.optim.SGD):
         self.schedule = torch.optim.lr_scheduler.ConstantLR(self)
 
 
+class Normalized(Curvature):
+    """Shows weights that depend on all parameters."""
+
+    eval = Curvature.normalize
+
+
 def refused(plugin, make, method=None):
     from neuron_accel import NeuronAccelerator, NeuronAccelError
 
@@ -215,7 +221,10 @@ REFUSED = {
     "a scheduler": ({"zero1": {}}, Scheduled, None, "Scheduled holds a ConstantLR that refers to an optimizer"),
     "all parameters": ({"zero1": {}}, Curvature, lambda o: o.optimizer.normalize(), "Curvature.normalize cannot"),
     "some parameters": (BY_PARAMETER, Curvature, lambda o: o.optimizer.normalize(), "Curvature.normalize cannot"),
+    "gradients": ({"zero1": {}}, Curvature, lambda o: o.optimizer.update_curvature(), "Curvature.update_curvature"),
     "a function": ({"zero1": {}}, Curvature, lambda o: o.optimizer.normalize(print), "with a builtin_function"),
+    "an eval": ({"zero1": {}}, Normalized, None, "Normalized uses all parameters together"),
+    "no tensors": ({"zero1": {}}, Curvature, lambda o: o.optimizer.rates(), "nothing"),
 }
 
 
@@ -227,4 +236,4 @@ def test_what_would_not_be_as_in_one_process_is_refused_by_name():
     for found in run_ranks(refuse_all, 2):
         for name, (*_, message) in REFUSED.items():
             assert message in found[name], name
-        assert "all parameters together" in found["all parameters"]
+        assert "or in its `train` and `eval`" in found["all parameters"]
