@@ -60,7 +60,7 @@ from neuron_accel.engine.sharding.product_hooks import WithProductHooks, registe
 
 # an optimizer whose state is sharded over ranks; weights that are, too
 from neuron_accel.engine.shards.fully_sharded import ShardedWeights
-from neuron_accel.engine.shards.lazy_gathered_shard import LazyGatheredShard
+from neuron_accel.engine.shards.gathered_shard import GatheredShard
 from neuron_accel.engine.shards.optimizer import ShardedOptimizer
 from neuron_accel.engine.shards.unit import Unit, UnitsOfModel
 
@@ -99,13 +99,13 @@ __all__ = [
     "DesyncError",
     "Event",
     "Events",
+    "GatheredShard",
     "GradientPart",
     "GradientReducer",
     "Group",
     "Join",
     "Layout",
     "LayoutError",
-    "LazyGatheredShard",
     "LogitsTensor",
     "Mesh",
     "NeuronAccelError",

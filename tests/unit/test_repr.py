@@ -31,6 +31,7 @@ from neuron_accel import (
 from neuron_accel.backends.board import LocalBoard
 from neuron_accel.backends.group import Done
 from neuron_accel.engine.runtime.replica_groups import PartitionLimit
+from neuron_accel.engine.shards.eager_gathered_shard import EagerGatheredShard
 from neuron_accel.loop.profiling import ProfiledEvents
 
 MOST = 350
@@ -68,9 +69,9 @@ def decoder() -> nn.Module:
 
 def sharded_state(optimizer) -> list[object]:
     (shard,) = optimizer.optimizer.shards
-    lazy = contract.LazyGatheredShard.__new__(contract.LazyGatheredShard)
-    vars(lazy).update(bucket=shard.bucket, parameters=shard.parameters, partition=shard.partition)
-    return [optimizer.optimizer, shard, lazy]
+    gathered = EagerGatheredShard.__new__(EagerGatheredShard)
+    vars(gathered).update(bucket=shard.bucket, parameters=shard.parameters, partition=shard.partition)
+    return [optimizer.optimizer, shard, gathered]
 
 
 @pytest.fixture(scope="module")

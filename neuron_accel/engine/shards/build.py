@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ShardBuilder:
     """Base class of :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`: makes buckets of parameters that
     begin to train, and this rank's shard of each. A subclass for other shards overrides :meth:`_buckets`,
-    :meth:`_read_weights`, :meth:`_eager_shard` and :meth:`_lazy_shard`.
+    :meth:`_read_weights` and :meth:`_new_shard`.
 
     Args:
         optimizer, run, plugin, title: see :class:`~neuron_accel.engine.shards.optimizer.ShardedOptimizer`.
@@ -127,17 +127,16 @@ class ShardBuilder:
             "samples": self._group.size,
             "optimizer_dtype": dtype,
             "reduce_dtype": self._reduce_dtype(bucket, dtype),
+            "plugin": self._plugin,
+            "apart": self._knows_parameters if self._lazy else self._keeps_parameters,
         }
+        return self._new_shard(**common)
+
+    def _new_shard(self, **arguments: Any) -> BucketShard:
         if self._lazy:
-            return self._lazy_shard(apart=self._knows_parameters, **common)
-        buffers, keep_shapes = self._buffers, self._keeps_parameters
-        return self._eager_shard(buffers=buffers, plugin=self._plugin, keep_shapes=keep_shapes, **common)
-
-    def _eager_shard(self, **arguments: Any) -> EagerShard:
-        return (EagerShard if arguments["partition"].bounds is None else UnequalShard)(**arguments)
-
-    def _lazy_shard(self, **arguments: Any) -> LazyShard:
-        return LazyShard(**arguments)
+            return LazyShard(**arguments)
+        kind = EagerShard if arguments["partition"].bounds is None else UnequalShard
+        return kind(buffers=self._buffers, **arguments)
 
     def _partition(self, bucket: Bucket) -> Partition:
         sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size

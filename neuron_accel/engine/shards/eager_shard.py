@@ -97,14 +97,11 @@ class EagerShard(BucketShard):
 
     Args:
         buffers: the send buffers.
-        plugin: name of the plugin, for messages.
-        keep_shapes: whether parameter shards, which are then full parameters, have the shape of the parameter.
     """
 
-    def __init__(self, *, buffers: SendBuffers, plugin: str, keep_shapes: bool = False, **common: Any) -> None:
+    def __init__(self, *, buffers: SendBuffers, **common: Any) -> None:
         super().__init__(**common)
-        self._buffers, self._plugin, self._keep_shapes = buffers, plugin, keep_shapes
-        self._shapes = [parameter.shape for parameter in self.parameters]  # a loop may assign others, an error
+        self._buffers = buffers
         with torch.no_grad():
             self._flat = self._new_flat()
             self._chunk = self._masters_of(self._move_weights())
@@ -138,13 +135,9 @@ class EagerShard(BucketShard):
         """Whether the master weights are separate from the parameters."""
         return self.optimizer_dtype != self.bucket.dtype
 
-    @property
-    def _device(self) -> torch.device:
-        return self.parameters[0].device
-
     def _piece(self, span: Span) -> ParameterShard:
         parameter, view = self.parameters[span.parameter], span.of_chunk(self._chunk)
-        if self._keep_shapes or parameter.dim() == 0:
+        if self._apart or parameter.dim() == 0:
             view = view.view(parameter.shape)
         return ParameterShard(parameter=parameter, span=span, master=nn.Parameter(view))
 
@@ -276,7 +269,7 @@ class EagerShard(BucketShard):
         """Copies all weights to a new buffer: a loop may keep the memory that an assigned weight had, with the values
         of before, and assign it again."""
         for index in assigned:
-            self._check_assigned(index)
+            self._check_form(index)
         self._check_memory(assigned)
         self._flat = self._new_flat()
         chunk = self._move_weights()
@@ -290,19 +283,6 @@ class EagerShard(BucketShard):
         """Sets the master weights to this rank's weights, ``[partition.chunk]``, where these differ from them."""
         master = self._chunk
         master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
-
-    def _check_assigned(self, index: int) -> None:
-        """Raises UsageError if the tensor that was assigned to a parameter is not a valid one."""
-        parameter, shape, flat = self.parameters[index], self._shapes[index], self._flat
-        fqn, where = self.bucket.records[index].fqn, f"plugin {self._plugin!r}"
-        if parameter.shape != shape or parameter.dtype != flat.dtype or parameter.device != flat.device:
-            raise UsageError(
-                f"The weight {fqn!r} is {parameter.dtype} {tuple(parameter.shape)} on {parameter.device} now; expected "
-                f"{flat.dtype} {tuple(shape)} on {flat.device}.",
-                where=where,
-                why="its optimizer's state was sharded for the earlier tensor",
-                fix="convert or move a model before `prepare`",
-            )
 
     def _check_memory(self, assigned: Sequence[int]) -> None:
         """Raises UsageError if tensors that were assigned have memory of other weights."""

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from neuron_accel.engine.optim.buckets import Bucket, make_buckets
+from neuron_accel.engine.shards.eager_gathered_shard import EagerGatheredShard, UnequalGatheredShard
 from neuron_accel.engine.shards.eager_shard import EagerShard, SendBuffers
-from neuron_accel.engine.shards.gathered_shard import GatheredShard, UnequalGatheredShard
+from neuron_accel.engine.shards.gathered_shard import GatheredShard
 from neuron_accel.engine.shards.lazy_gathered_shard import LazyGatheredShard
-from neuron_accel.engine.shards.lazy_shard import LazyShard
 from neuron_accel.engine.shards.optimizer import ShardedOptimizer, return_freed_memory
 from neuron_accel.engine.shards.partition import Partition, make_partition
 from neuron_accel.engine.shards.sharded_grad import ShardedGrad
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from neuron_accel.backends.group import Group
     from neuron_accel.engine.runtime.run import Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
-    from neuron_accel.engine.shards.unit import AnyShard, Unit, UnitsOfModel
+    from neuron_accel.engine.shards.shard import BucketShard
+    from neuron_accel.engine.shards.unit import Unit, UnitsOfModel
 
 _NO_LIMIT = 1 << 62
 
@@ -62,8 +63,8 @@ class ShardedWeights:
         self._run, self._plugin, self._replica_axes, self.near = run, plugin, replica_axes, near
         self.axes = tuple(axis for axis in run.mesh.gradient_axes if axis not in replica_axes)
         self.units: list[UnitsOfModel] = []
-        self._frozen: list[tuple[Unit, AnyShard]] = []
-        self._reading: AnyShard | None = None
+        self._frozen: list[tuple[Unit, GatheredShard]] = []
+        self._reading: GatheredShard | None = None
         self._action = run.join.register("parameters that begin to train", self._release_along)
 
     def __repr__(self) -> str:
@@ -98,7 +99,7 @@ class ShardedWeights:
             partial_axes=(*bucket.partial_axes, *replicas),
         )
 
-    def read(self, shard: AnyShard) -> None:
+    def read(self, shard: GatheredShard) -> None:
         """A parameter of ``shard`` is read in full: one shard at a time has its values."""
         if self._reading is not None and self._reading is not shard:
             self._reading.release()
@@ -168,7 +169,7 @@ class ShardedWeights:
         sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
         return make_partition(sizes, degree, is_lazy=self._run.backend.is_lazy)
 
-    def _shard(self, bucket: Bucket, own: torch.Tensor | None) -> AnyShard:
+    def _shard(self, bucket: Bucket, own: torch.Tensor | None) -> GatheredShard:
         group = self._run.group(*bucket.reduction_axes)
         common: dict[str, Any] = {
             "bucket": bucket,
@@ -180,19 +181,19 @@ class ShardedWeights:
             "optimizer_dtype": bucket.dtype,
             "reduce_dtype": bucket.dtype,
             "read": self.read,
+            "take_over": lambda: shard.close({}),  # there is no state
+            "own": own,
             "plugin": self._plugin,
         }
-        if not self._run.backend.is_lazy:
-            return GatheredShard(buffers=SendBuffers(), own=own, **common)
-        shard: LazyGatheredShard = LazyGatheredShard(take_over=lambda: _take_over(shard), loaded=own, **common)
+        shard: GatheredShard
+        if self._run.backend.is_lazy:
+            shard = LazyGatheredShard(**common)
+        else:
+            shard = EagerGatheredShard(buffers=SendBuffers(), **common)
         return shard
 
 
-def _take_over(shard: LazyGatheredShard) -> None:
-    shard.close({})  # there is no state
-
-
-def _no_gradients(_: AnyShard) -> None:
+def _no_gradients(_: GatheredShard) -> None:
     """The backward pass of the unit is over."""
 
 
@@ -274,28 +275,23 @@ class FullyShardedOptimizer(ShardedOptimizer):
             fix="prepare the model before, or together with, its optimizer",
         )
 
-    def _eager_shard(self, **arguments: Any) -> EagerShard:
-        units, unit = self._place(arguments["bucket"].records[0])
-        if units.keeps(arguments["bucket"].records[0]):
-            return super()._eager_shard(**arguments)
-        own = self._own.pop(id(arguments["bucket"]), None)
-        is_equal = arguments["partition"].bounds is None
-        arguments |= {"buffers": self._passing, "near": self._weights.near if is_equal else None}
-        kind = GatheredShard if is_equal else UnequalGatheredShard
-        shard = kind(read=self._weights.read, own=own, **arguments)
+    def _new_shard(self, **arguments: Any) -> BucketShard:
+        bucket, near = arguments["bucket"], self._weights.near
+        units, unit = self._place(bucket.records[0])
+        if units.keeps(bucket.records[0]):
+            return super()._new_shard(**arguments)
+        own = self._own.pop(id(bucket), None)
+        arguments |= {"read": self._weights.read, "take_over": self.take_over, "own": own}
+        shard: GatheredShard
+        if self._lazy:
+            shard = LazyGatheredShard(near=near, **arguments)
+        elif arguments["partition"].bounds is None:
+            shard = EagerGatheredShard(near=near, buffers=self._passing, **arguments)
+        else:
+            shard = UnequalGatheredShard(buffers=self._passing, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         if unit is units.root and self._before_units not in units.before_units:
             units.before_units.append(self._before_units)
-        return shard
-
-    def _lazy_shard(self, **arguments: Any) -> LazyShard:
-        units, unit = self._place(arguments["bucket"].records[0])
-        if units.keeps(arguments["bucket"].records[0]):
-            return super()._lazy_shard(**arguments)
-        own = self._own.pop(id(arguments["bucket"]), None)
-        arguments |= {"read": self._weights.read, "plugin": self._plugin, "loaded": own, "near": self._weights.near}
-        shard = LazyGatheredShard(take_over=self.take_over, **arguments)
-        unit.shards.append((shard, partial(self._complete, unit)))
         return shard
 
     def take_gradient(self, bucket: int, index: int) -> None:
@@ -304,10 +300,10 @@ class FullyShardedOptimizer(ShardedOptimizer):
         if self._ahead.travels:  # as much memory is needed for the gradients of the first unit
             self._passing.wait()
             self._ahead.travels = False
-        if not isinstance(shard, GatheredShard) or not shard.is_alone:
+        if not isinstance(shard, EagerGatheredShard) or not shard.is_alone:
             super().take_gradient(bucket, index)
 
-    def _complete(self, unit: Unit, shard: AnyShard) -> None:
+    def _complete(self, unit: Unit, shard: GatheredShard) -> None:
         """The backward pass of its unit is over. Gradients of one unit travel at a time, which bounds their memory."""
         self._passing.wait(but=[cast(EagerShard, mine) for mine, _ in unit.shards])
         self._watcher.complete([self.shards.index(shard)])
@@ -320,7 +316,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
         A gradient that has arrived is the sum over all uses of the parameter in this pass, so none follows.
         """
         for index in self._candidates(root):
-            shard = cast(GatheredShard, self.shards[index])
+            shard = cast(EagerGatheredShard, self.shards[index])
             arrived = self._watcher.has_arrived(index)
             if arrived and not self._ahead.is_agreed(index):
                 self._ahead.arrived.add(index)
@@ -332,12 +328,12 @@ class FullyShardedOptimizer(ShardedOptimizer):
 
     def _candidates(self, root: Unit) -> list[int]:
         mine = [shard for shard, _ in root.shards]
-        return [i for i, s in enumerate(self.shards) if isinstance(s, GatheredShard) and s.is_alone and s in mine]
+        return [i for i, s in enumerate(self.shards) if isinstance(s, EagerGatheredShard) and s.is_alone and s in mine]
 
     def _dissolve(self) -> None:
         for shard in self.shards:
             _, unit = self._place(shard.bucket.records[0])
-            if isinstance(shard, GatheredShard | LazyGatheredShard):
+            if isinstance(shard, GatheredShard):
                 shard.dissolve()
                 unit.shards[:] = [pair for pair in unit.shards if pair[0] is not shard]
 

@@ -99,9 +99,6 @@ class LazyShard(BucketShard):
     """The shard of a bucket in one tensor, or in several if some parameters have no gradient in a step: their weights,
     state and step counters are then not changed.
 
-    Args:
-        apart: whether each parameter is a tensor of its own, for optimizers that depend on individual parameters.
-
     Attributes:
         masters: the tensors that the optimizer updates.
     """
@@ -110,7 +107,7 @@ class LazyShard(BucketShard):
     partition: LazyPartition
     pieces: list[LazyParameterShard]  # type: ignore[assignment]  # a list is not covariant
 
-    def __init__(self, *, apart: bool = False, **common: Any) -> None:
+    def __init__(self, **common: Any) -> None:
         super().__init__(**common)
         self.pieces = [
             LazyParameterShard(
@@ -125,15 +122,11 @@ class LazyShard(BucketShard):
         with torch.no_grad():
             self.masters = [
                 FlatMaster(pieces, nn.Parameter(self._at(pieces, weights).to(self._device)))
-                for pieces in ([[piece] for piece in self.pieces] if apart else [self.pieces])
+                for pieces in ([[piece] for piece in self.pieces] if self._apart else [self.pieces])
             ]
         self._opened: dict[nn.Parameter, dict[str, Any]] | None = None
         self._copies: dict[FlatMaster, dict[str, HostCopy]] = {}
         self._note_weights()
-
-    @property
-    def _device(self) -> torch.device:
-        return self.parameters[0].device
 
     def updated(self) -> list[tuple[nn.Parameter, Sequence[ParameterShard]]]:
         return [(master.value, master.pieces) for master in self.masters]

@@ -69,6 +69,8 @@ class BucketShard(ABC):
             are sharded over some of them.
         optimizer_dtype: dtype of the master weights.
         reduce_dtype: dtype in which gradients are sent and summed.
+        plugin: name of the plugin, for messages.
+        apart: whether each parameter is updated by itself and, if it is not split, in its own shape.
 
     Attributes:
         parameters: those of the bucket.
@@ -90,9 +92,13 @@ class BucketShard(ABC):
         samples: int,
         optimizer_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        plugin: str,
+        apart: bool = False,
     ) -> None:
         self.bucket, self.partition, self.run, self.group = bucket, partition, run, group
-        self.parameters = bucket.parameters
+        self.parameters, self._plugin, self._apart = bucket.parameters, plugin, apart
+        self._device = self.parameters[0].device
+        self._shapes = [parameter.shape for parameter in self.parameters]  # a loop may assign others, an error
         self.norm_axes = [((*record.axes, *bucket.reduction_axes), record.replicas) for record in bucket.records]
         self.samples, self.optimizer_dtype, self.reduce_dtype = samples, optimizer_dtype, reduce_dtype
         self.used = [False] * len(bucket.parameters)
@@ -170,6 +176,18 @@ class BucketShard(ABC):
     @abstractmethod
     def sync_user_weights(self) -> None:
         """Applies weights that the user has assigned or written to, in whatever way."""
+
+    def _check_form(self, index: int) -> None:
+        """Raises UsageError if the tensor that was assigned to a parameter is not a valid one."""
+        parameter, shape, dtype = self.parameters[index], self._shapes[index], self.bucket.dtype
+        if parameter.shape != shape or parameter.dtype != dtype or parameter.device != self._device:
+            raise UsageError(
+                f"The weight {self.bucket.records[index].fqn!r} is {parameter.dtype} {tuple(parameter.shape)} on "
+                f"{parameter.device} now; expected {dtype} {tuple(shape)} on {self._device}.",
+                where=f"plugin {self._plugin!r}",
+                why="its optimizer's state was sharded for the earlier tensor",
+                fix="convert or move a model before `prepare`",
+            )
 
     def before_save(self) -> None:
         """Called before a checkpoint is written. Collective."""

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import nn
 
     from neuron_accel.engine.sharding.parameters import ParameterRecord
     from neuron_accel.engine.shards.gathered_shard import GatheredShard
-    from neuron_accel.engine.shards.lazy_gathered_shard import LazyGatheredShard
-
-AnyShard: TypeAlias = "GatheredShard | LazyGatheredShard"
 
 
 class Unit:
@@ -35,22 +32,22 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, index: int) -> None:
         self.name, self.module, self.index = name, module, index
-        self.shards: list[tuple[AnyShard, Callable[[AnyShard], None]]] = []
+        self.shards: list[tuple[GatheredShard, Callable[[GatheredShard], None]]] = []
         self.following: dict[bool, Unit] = {}
         self.forwards, self.in_backward = 0, False
         self.trains = True
         self.saving: Any = None
-        self._finished: list[AnyShard] = []
+        self._finished: list[GatheredShard] = []
 
     def __repr__(self) -> str:
         return f"<Unit {self.name!r}: {len(self.shards)} shards>"
 
     @property
-    def idle(self) -> list[AnyShard]:
+    def idle(self) -> list[GatheredShard]:
         """The shards of what is neither gathered nor being gathered."""
         return [shard for shard, _ in self.shards if not shard.is_gathered and not shard.is_arriving]
 
-    def finish(self, shard: AnyShard) -> None:
+    def finish(self, shard: GatheredShard) -> None:
         """Frees what was gathered of one shard, which is not gathered again in this backward pass."""
         shard.release()
         self._finished.append(shard)

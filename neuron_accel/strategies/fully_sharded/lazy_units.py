@@ -26,7 +26,7 @@ from neuron_accel.strategies.fully_sharded.units import Hook, Units, in_backward
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.contract import LazyGatheredShard, Unit
+    from neuron_accel.contract import GatheredShard, Unit
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SavedWeight:
     """
 
     unit: Unit
-    shard: LazyGatheredShard
+    shard: GatheredShard
     index: int
     steps: tuple[tuple[str, tuple[Any, ...]], ...]
     view: torch.Tensor | None = None
@@ -77,7 +77,7 @@ class LazyUnits(Units):
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         super()._after_forward(unit, module, args, output)
-        shards = [cast("LazyGatheredShard", shard) for shard, _ in unit.shards]
+        shards = [shard for shard, _ in unit.shards]
         kept = [shard for shard in shards if shard.near_part is not None]
         if kept and not in_backward():
             return self._behind_parts(kept, output)
@@ -85,7 +85,7 @@ class LazyUnits(Units):
             self.release()  # also what was gathered ahead, and not called
         return None
 
-    def _behind_parts(self, kept: Sequence[LazyGatheredShard], output: Any) -> Any:
+    def _behind_parts(self, kept: Sequence[GatheredShard], output: Any) -> Any:
         """The output of a unit, once ``kept`` have their parts for the backward pass: else the compiler could take them
         out of what was gathered when they are used, and hold that until then."""
         leaves, structure = tree_flatten(output)
@@ -125,7 +125,7 @@ class LazyUnits(Units):
             wanted = self.units  # in a graph of their own, so that those of all micro-batches are the same
         elif self._prefetch and (backward or not in_backward()):
             wanted += self._following(unit, backward)
-        idle = [cast("LazyGatheredShard", shard) for each in wanted for shard in each.idle]
+        idle = [cast("GatheredShard", shard) for each in wanted for shard in each.idle]
         if not idle:
             return []
         with torch.no_grad():
@@ -170,7 +170,7 @@ class LazyUnits(Units):
         place = None if origin is None else self._place_of(origin)
         return tensor if place is None else SavedWeight(*place, tuple(reversed(steps)))
 
-    def _place_of(self, tensor: torch.Tensor) -> tuple[Unit, LazyGatheredShard, int] | None:
+    def _place_of(self, tensor: torch.Tensor) -> tuple[Unit, GatheredShard, int] | None:
         record = self._run.find_parameter(tensor)
         unit = None if record is None else self.unit_of(record)
         if unit is None:
@@ -178,7 +178,7 @@ class LazyUnits(Units):
         for shard, _ in unit.shards:
             for index, parameter in enumerate(shard.parameters):
                 if parameter is tensor:
-                    return unit, cast("LazyGatheredShard", shard), index
+                    return unit, shard, index
         return None
 
     def _unpack(self, saved: torch.Tensor | SavedWeight) -> torch.Tensor:
