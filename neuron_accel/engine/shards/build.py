@@ -14,7 +14,7 @@ from neuron_accel.engine.optim.buckets import Bucket, make_buckets
 from neuron_accel.engine.optim.twin import attributes_of, knows_by_parameter
 from neuron_accel.engine.shards.eager_shard import EagerShard, SendBuffers, UnequalShard, suitable_cap
 from neuron_accel.engine.shards.lazy_shard import LazyShard
-from neuron_accel.engine.shards.partition import Partition, make_partition, owners_of
+from neuron_accel.engine.shards.partition import Partition, owners_of, partition_of
 from neuron_accel.errors import ParameterError, PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -119,18 +119,16 @@ class ShardBuilder:
     def _shard(self, bucket: Bucket) -> BucketShard:
         self._check_dtype(bucket)
         dtype = torch.promote_types(self._optimizer_dtype, bucket.dtype)
-        common: dict[str, Any] = {
-            "bucket": bucket,
-            "partition": self._partition(bucket),
-            "run": self._run,
-            "group": self._run.group(*bucket.reduction_axes),
-            "samples": self._group.size,
-            "optimizer_dtype": dtype,
-            "reduce_dtype": self._reduce_dtype(bucket, dtype),
-            "plugin": self._plugin,
-            "apart": self._knows_parameters if self._lazy else self._keeps_parameters,
-        }
-        return self._new_shard(**common)
+        return self._new_shard(
+            bucket=bucket,
+            partition=self._partition(bucket),
+            run=self._run,
+            samples=self._group.size,
+            optimizer_dtype=dtype,
+            reduce_dtype=self._reduce_dtype(bucket, dtype),
+            plugin=self._plugin,
+            apart=self._knows_parameters if self._lazy else self._keeps_parameters,
+        )
 
     def _new_shard(self, **arguments: Any) -> BucketShard:
         if self._lazy:
@@ -139,9 +137,8 @@ class ShardBuilder:
         return kind(buffers=self._buffers, **arguments)
 
     def _partition(self, bucket: Bucket) -> Partition:
-        sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
         owners = [self._owners[p] for p in bucket.parameters] if self._keeps_parameters else None
-        return make_partition(sizes, degree, is_lazy=self._lazy, owners=owners)
+        return partition_of(bucket, self._run, owners=owners)
 
     def _reduce_dtype(self, bucket: Bucket, optimizer_dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which a bucket's gradients are sent and summed."""

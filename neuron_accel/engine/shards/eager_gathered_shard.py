@@ -17,6 +17,7 @@ from neuron_accel.backends.group import Then
 from neuron_accel.engine.shards.eager_shard import EagerShard, UnequalShard
 from neuron_accel.engine.shards.gathered_shard import GatheredShard
 from neuron_accel.engine.shards.released import release, restore
+from neuron_accel.engine.shards.shard import updated
 from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class EagerGatheredShard(GatheredShard, EagerShard):
             with torch.no_grad():
                 self._own.copy_(self._chunk_of(self._flat))
                 if self.has_masters:
-                    self._take_into_masters(self._own)
+                    self._chunk.copy_(updated(self._chunk, self._own))
 
     def _move(self) -> None:
         """Gives the parameters other memory: a loop may keep what an assigned one had, and assign it again."""
@@ -194,8 +195,7 @@ class EagerGatheredShard(GatheredShard, EagerShard):
             piece.span.of_chunk(self._own).copy_(new)
             if self.has_masters:  # they keep the digits that a weight does not have, unless it has changed
                 with torch.no_grad():
-                    master, new = piece.master, new.view(piece.master.shape)
-                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+                    piece.master.copy_(updated(piece.master, new.view(piece.master.shape)))
 
 
 class UnequalGatheredShard(EagerGatheredShard, UnequalShard):

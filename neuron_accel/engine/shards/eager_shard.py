@@ -19,7 +19,7 @@ from torch import nn
 from neuron_accel.backends.group import Then
 from neuron_accel.engine.optim.buckets import check_dense
 from neuron_accel.engine.shards.partition import Span
-from neuron_accel.engine.shards.shard import BucketShard, ParameterShard
+from neuron_accel.engine.shards.shard import BucketShard, ParameterShard, updated
 from neuron_accel.engine.shards.sharded_grad import ShardedGrad
 from neuron_accel.errors import UsageError
 
@@ -141,20 +141,6 @@ class EagerShard(BucketShard):
             view = view.view(parameter.shape)
         return ParameterShard(parameter=parameter, span=span, master=nn.Parameter(view))
 
-    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            flat[offset : offset + shape.numel()].view(shape)
-            for offset, shape in zip(self.partition.offsets, self._shapes, strict=True)
-        ]
-
-    def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        dtype = next((value.dtype for value in values if value is not None), self.bucket.dtype)
-        flat = torch.zeros(self.partition.numel, dtype=dtype, device=self._device)
-        for value, view in zip(values, self._split(flat), strict=True):
-            if value is not None:
-                view.copy_(value)
-        return flat
-
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def take_gradient(self, index: int) -> None:
         """Copies the gradient of a parameter into the buffer, or adds it to the gradient there, and releases it."""
@@ -247,7 +233,7 @@ class EagerShard(BucketShard):
         self._buffer, self._slots = None, []
 
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
-        return piece.span.of_chunk(chunk).view(piece.master.shape)
+        return super()._part(chunk, piece).view(piece.master.shape)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     def send_weights(self) -> Callable[[], Any]:
@@ -263,7 +249,7 @@ class EagerShard(BucketShard):
             if addresses != self._addresses:
                 self._take_assigned([i for i, address in enumerate(addresses) if address != self._addresses[i]])
             if self.has_masters:
-                self._take_into_masters(self._chunk_of(self._flat))
+                self._chunk.copy_(updated(self._chunk, self._chunk_of(self._flat)))
 
     def _take_assigned(self, assigned: list[int]) -> None:
         """Copies all weights to a new buffer: a loop may keep the memory that an assigned weight had, with the values
@@ -278,11 +264,6 @@ class EagerShard(BucketShard):
             self._chunk = chunk
             for piece in self.pieces:
                 piece.master.data = self._part(chunk, piece)
-
-    def _take_into_masters(self, own: torch.Tensor) -> None:
-        """Sets the master weights to this rank's weights, ``[partition.chunk]``, where these differ from them."""
-        master = self._chunk
-        master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
 
     def _check_memory(self, assigned: Sequence[int]) -> None:
         """Raises UsageError if tensors that were assigned have memory of other weights."""

@@ -22,7 +22,7 @@ from neuron_accel.engine.shards.eager_shard import EagerShard, SendBuffers
 from neuron_accel.engine.shards.gathered_shard import GatheredShard
 from neuron_accel.engine.shards.lazy_gathered_shard import LazyGatheredShard
 from neuron_accel.engine.shards.optimizer import ShardedOptimizer, return_freed_memory
-from neuron_accel.engine.shards.partition import Partition, make_partition
+from neuron_accel.engine.shards.partition import Partition, partition_of
 from neuron_accel.engine.shards.sharded_grad import ShardedGrad
 from neuron_accel.engine.shards.unread import read_weights
 from neuron_accel.errors import UnsupportedModelError
@@ -166,31 +166,30 @@ class ShardedWeights:
         return current.is_floating_point() or (current.is_complex() and not self._run.backend.is_lazy)
 
     def _partition(self, bucket: Bucket) -> Partition:
-        sizes, degree = [p.numel() for p in bucket.parameters], self._run.group(*bucket.reduction_axes).size
-        return make_partition(sizes, degree, is_lazy=self._run.backend.is_lazy)
+        return partition_of(bucket, self._run)
 
     def _shard(self, bucket: Bucket, own: torch.Tensor | None) -> GatheredShard:
-        group = self._run.group(*bucket.reduction_axes)
-        common: dict[str, Any] = {
-            "bucket": bucket,
-            "partition": self._partition(bucket),
-            "near": self.near,
-            "run": self._run,
-            "group": group,
-            "samples": group.size,
-            "optimizer_dtype": bucket.dtype,
-            "reduce_dtype": bucket.dtype,
-            "read": self.read,
-            "take_over": lambda: shard.close({}),  # there is no state
-            "own": own,
-            "plugin": self._plugin,
-        }
-        shard: GatheredShard
-        if self._run.backend.is_lazy:
-            shard = LazyGatheredShard(**common)
-        else:
-            shard = EagerGatheredShard(buffers=SendBuffers(), **common)
+        shard: GatheredShard = self.new_shard(
+            bucket=bucket,
+            partition=self._partition(bucket),
+            run=self._run,
+            samples=self._run.group(*bucket.reduction_axes).size,
+            optimizer_dtype=bucket.dtype,
+            reduce_dtype=bucket.dtype,
+            plugin=self._plugin,
+            own=own,
+            take_over=lambda: shard.close({}),  # there is no state
+        )
         return shard
+
+    def new_shard(self, *, buffers: SendBuffers | None = None, **arguments: Any) -> GatheredShard:
+        """Returns this rank's shard of a bucket of one unit, see :class:`GatheredShard`."""
+        if self._run.backend.is_lazy:
+            return LazyGatheredShard(read=self.read, near=self.near, **arguments)
+        buffers = SendBuffers() if buffers is None else buffers
+        if arguments["partition"].bounds is not None:
+            return UnequalGatheredShard(read=self.read, buffers=buffers, **arguments)
+        return EagerGatheredShard(read=self.read, near=self.near, buffers=buffers, **arguments)
 
 
 def _no_gradients(_: GatheredShard) -> None:
@@ -276,19 +275,12 @@ class FullyShardedOptimizer(ShardedOptimizer):
         )
 
     def _new_shard(self, **arguments: Any) -> BucketShard:
-        bucket, near = arguments["bucket"], self._weights.near
+        bucket = arguments["bucket"]
         units, unit = self._place(bucket.records[0])
         if units.keeps(bucket.records[0]):
             return super()._new_shard(**arguments)
         own = self._own.pop(id(bucket), None)
-        arguments |= {"read": self._weights.read, "take_over": self.take_over, "own": own}
-        shard: GatheredShard
-        if self._lazy:
-            shard = LazyGatheredShard(near=near, **arguments)
-        elif arguments["partition"].bounds is None:
-            shard = EagerGatheredShard(near=near, buffers=self._passing, **arguments)
-        else:
-            shard = UnequalGatheredShard(buffers=self._passing, **arguments)
+        shard = self._weights.new_shard(buffers=self._passing, own=own, take_over=self.take_over, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         if unit is units.root and self._before_units not in units.before_units:
             units.before_units.append(self._before_units)

@@ -16,6 +16,7 @@ import torch
 
 from neuron_accel.engine.shards.gathered_shard import GatheredShard
 from neuron_accel.engine.shards.lazy_shard import HostCopy, LazyShard
+from neuron_accel.engine.shards.shard import updated
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -141,11 +142,7 @@ class LazyGatheredShard(GatheredShard, LazyShard):
         host, self._host = self._host, None
         if host is not None and not host.is_still(host.parts):
             self.open(state)
-            self._write_masters(host.parts)
+            with torch.no_grad():
+                for piece, new in zip(self.pieces, host.parts, strict=True):
+                    piece.master.data.copy_(updated(piece.master.data, new))
         return super().close(state)
-
-    def _write_masters(self, weights: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for piece, new in zip(self.pieces, weights, strict=True):
-                master = piece.master.data
-                master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))

@@ -21,7 +21,7 @@ from torch import nn
 from neuron_accel.engine.optim.buckets import check_dense
 from neuron_accel.engine.optim.norms import GradientPart
 from neuron_accel.engine.shards.partition import LazyPartition, Span
-from neuron_accel.engine.shards.shard import BucketShard, ParameterShard
+from neuron_accel.engine.shards.shard import BucketShard, ParameterShard, updated
 from neuron_accel.engine.shards.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
@@ -145,14 +145,6 @@ class LazyShard(BucketShard):
         return flat.chunk(self.partition.degree)[self.group.index].to(self.optimizer_dtype)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
-    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = self.partition.split(flat)
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
-
-    def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        dtype = next((value.dtype for value in values if value is not None), self.bucket.dtype)
-        return self.partition.join(values, dtype, self._device)
-
     def take_gradient(self, index: int) -> None:
         """Nothing: gradients are concatenated in the graph."""
 
@@ -197,9 +189,6 @@ class LazyShard(BucketShard):
             index = piece.span.parameter
             if before[index] and not self.used_anywhere[index]:
                 self._part(self._gradient, piece).zero_()
-
-    def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
-        return piece.span.of_chunk(chunk)
 
     def gradient_of(self, span: Span) -> torch.Tensor | None:
         """Returns the elements of the reduced gradient in ``span``, a view, or None."""
@@ -298,8 +287,7 @@ class LazyShard(BucketShard):
             flat = self.partition.join([p.detach() for p in self.parameters], self.bucket.dtype, self._device)
             own = self.run.backend.chunk(flat, self.group)
             for master in self.masters:
-                value, new = master.value, self._at(master.pieces, own)
-                value.copy_(torch.where(value.to(new.dtype) == new, value, new.to(value.dtype)))
+                master.value.copy_(updated(master.value, self._at(master.pieces, own)))
         self._note_weights()
 
     def _note_weights(self) -> None:

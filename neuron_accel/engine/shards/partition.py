@@ -6,9 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from neuron_accel.engine.optim.buckets import Bucket
+    from neuron_accel.engine.runtime.run import Run
 
 MOST_PADDING = 1.25
 """Size of a padded buffer, by that of its parameters, up to which parameters that are not split have equal chunks."""
@@ -85,6 +90,18 @@ class Partition:
                 result.append(Span(parameter=index, start=start - offset, stop=stop - offset, offset=start - begin))
         return tuple(result)
 
+    def join(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns the buffer, ``[numel]``, with these values of the parameters; None for zeros."""
+        flat = torch.zeros(self.numel, dtype=dtype, device=device)
+        for tensor, part in zip(tensors, self.split(flat), strict=True):
+            if tensor is not None:
+                part.copy_(tensor.reshape(-1))
+        return flat
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the values of the parameters in a buffer, flattened."""
+        return [flat[offset : offset + size] for offset, size in zip(self.offsets, self.sizes, strict=True)]
+
 
 def even(sizes: Sequence[int], degree: int) -> Partition:
     """Returns a partition with consecutive parameters, which are split at the ends of chunks. It has less than
@@ -155,7 +172,6 @@ class LazyPartition(Partition):
         )
 
     def join(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns the buffer, ``[numel]``, with these values of the parameters; None for zeros."""
         rows = []
         for tensor, size, length in zip(tensors, self.sizes, self.lengths, strict=True):
             if tensor is None:
@@ -166,7 +182,6 @@ class LazyPartition(Partition):
         return torch.cat(rows, 1).reshape(-1)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the values of the parameters in a buffer, flattened."""
         rows = flat.view(self.degree, self.chunk)
         full = [
             rows[:, offset : offset + length].reshape(-1)
@@ -184,17 +199,16 @@ def lazy_partition(sizes: Sequence[int], degree: int) -> LazyPartition:
     )
 
 
-def make_partition(
-    sizes: Sequence[int], degree: int, *, is_lazy: bool, owners: Sequence[int] | None = None
-) -> Partition:
-    """Returns the positions of parameters in a bucket.
+def partition_of(bucket: Bucket, run: Run, *, owners: Sequence[int] | None = None) -> Partition:
+    """Returns the positions of a bucket's parameters in its buffer: for a device that runs one compiled graph on all
+    ranks, which then need equal shards, those of :func:`lazy_partition`.
 
     Args:
-        sizes: number of elements of each parameter.
-        degree: number of ranks.
-        is_lazy: whether the device runs one compiled graph on all ranks, which then need equal shards.
+        bucket: the parameters.
+        run: the run.
         owners: ranks of the parameters, if none may have elements on several ranks.
     """
-    if is_lazy:
+    sizes, degree = [p.numel() for p in bucket.parameters], run.group(*bucket.reduction_axes).size
+    if run.backend.is_lazy:
         return lazy_partition(sizes, degree)
     return even(sizes, degree) if owners is None else unsplit(sizes, degree, owners)

@@ -64,9 +64,8 @@ class BucketShard(ABC):
         bucket: the parameters.
         partition: their positions in the buffer.
         run: the run.
-        group: the ranks over which optimizer state is sharded, which hold the same parameters.
-        samples: number of ranks over which gradients are averaged; more than the size of ``group`` if the parameters
-            are sharded over some of them.
+        samples: number of ranks over which gradients are averaged; more than the size of :attr:`group` if the
+            parameters are sharded over some of them.
         optimizer_dtype: dtype of the master weights.
         reduce_dtype: dtype in which gradients are sent and summed.
         plugin: name of the plugin, for messages.
@@ -74,6 +73,7 @@ class BucketShard(ABC):
 
     Attributes:
         parameters: those of the bucket.
+        group: the ranks over which optimizer state is sharded, which hold the same parameters.
         norm_axes: for each parameter, the axes along which ranks hold other elements, and the replicas of each.
         pieces: the parameter shards of this rank.
         used: for each parameter, whether this rank had a gradient in the last backward pass.
@@ -88,14 +88,14 @@ class BucketShard(ABC):
         bucket: Bucket,
         partition: Partition,
         run: Run,
-        group: Group,
         samples: int,
         optimizer_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         plugin: str,
         apart: bool = False,
     ) -> None:
-        self.bucket, self.partition, self.run, self.group = bucket, partition, run, group
+        self.bucket, self.partition, self.run = bucket, partition, run
+        self.group = run.group(*bucket.reduction_axes)
         self.parameters, self._plugin, self._apart = bucket.parameters, plugin, apart
         self._device = self.parameters[0].device
         self._shapes = [parameter.shape for parameter in self.parameters]  # a loop may assign others, an error
@@ -113,17 +113,18 @@ class BucketShard(ABC):
         parameters, ranks = f"{type(self).__name__} of {len(self.parameters)} parameters", self.partition.degree
         return f"<{parameters}: {self.partition.chunk} elements, as many on each of {ranks} ranks>"
 
-    @abstractmethod
     def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Returns values of the parameters in the order of the buffer, ``[partition.numel]``; None for zeros."""
+        dtype = next((value.dtype for value in values if value is not None), self.bucket.dtype)
+        return self.partition.join(values, dtype, self._device)
 
-    @abstractmethod
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the values of the parameters in a buffer, in their shapes."""
+        return [part.view(shape) for part, shape in zip(self.partition.split(flat), self._shapes, strict=True)]
 
-    @abstractmethod
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
         """Returns the slice of a chunk that belongs to ``piece``, which may be changed in place."""
+        return piece.span.of_chunk(chunk)
 
     def _chunk_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns this rank's chunk of a buffer, without communication."""
@@ -381,7 +382,7 @@ class BucketShard(ABC):
         own = self._own_gradient()
         edited = self._chunk_of(self._join(self._gathered))
         # Elements that were not changed keep the precision of the shard.
-        self._hand_out(torch.where(edited == own.to(edited.dtype), own, edited.to(own.dtype)))
+        self._hand_out(updated(own, edited))
 
     def _forget_all_but(self, kept: Sequence[bool]) -> None:
         """Drops the gradients that the user has dropped by setting ``parameter.grad``."""
@@ -396,3 +397,9 @@ class BucketShard(ABC):
             if piece.grad is not None and not self.used_anywhere[piece.span.parameter]:
                 piece.grad.zero_()  # it may be a view of the shard
                 piece.grad = None
+
+
+def updated(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Returns the values ``given`` in the dtype of ``own``, whose elements keep the digits that ``given`` does not
+    have unless they differ from it."""
+    return torch.where(own.to(given.dtype) == given, own, given.to(own.dtype))
