@@ -29,6 +29,7 @@ from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecor
 from neuron_accel.errors import UsageError
 from neuron_accel.lazy.filling import give_memory, origin_of, read_rest
 from neuron_accel.loop.gradient_checkpointing import recompute_layers
+from neuron_accel.loop.unprepared import watch_optimizers
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -76,6 +77,8 @@ def prepare_model(
 
         # Without it a second shape of a batch makes torch.compile ask for symbolic sizes, which the device refuses.
         run.until_released.enter_context(config.patch(automatic_dynamic_shapes=False))
+    if run.backend.world_size > 1 and not run.models:
+        watch_optimizers(run)
     origin = origin_of(model, run) if run.backend.has_values else None
     broadcast_tensors(state_tensors(model), run, run.world)
     share_random_state(run)

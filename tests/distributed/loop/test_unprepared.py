@@ -79,6 +79,62 @@ def test_several_ranks_refuse_it():
         run_ranks(prepare_unprepared, 2)
 
 
+# ---- an optimizer that was not prepared ------------------------------------------------------------------------------
+def step_unprepared(plugins):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    net, prepared = make()
+    net, prepared = accelerator.prepare(net, prepared)
+    temperature = nn.Parameter(torch.ones(()))
+    optimizers = [prepared, torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD([temperature], lr=0.1)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            accelerator.backward(net(torch.ones(1, 3)).square().sum() * temperature)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def test_an_unprepared_optimizer_is_named_once():
+    for said in run_ranks(step_unprepared, 2, []):
+        of_model, of_none = said
+        assert "This SGD steps '" in of_model
+        assert "was not prepared" in of_model
+        assert "parameters of no prepared model" in of_none
+    assert run_ranks(step_unprepared, 1, []) == [[]]
+    assert run_ranks(prepared_alone, 2, ["zero1"]) == [[], []]
+
+
+def prepared_alone(plugins):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    net, optimizer = accelerator.prepare(*make())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(accelerator, net, optimizer)
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def backward_without_optimizer(plugins):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    net, _ = make()
+    accelerator.backward(accelerator.prepare(Wrapper(net))(torch.ones(1, 3)).square().sum())
+
+
+@pytest.mark.parametrize(
+    "plugins", [["zero1"], [{"fully_sharded": {"modules": "inner"}}]], ids=["zero1", "fully_sharded"]
+)
+def test_a_sharded_optimizer_has_to_be_prepared_before_the_first_backward_pass(plugins):
+    with pytest.raises(RanksError, match="No optimizer is prepared, and its state is to be sharded"):
+        run_ranks(backward_without_optimizer, 2, plugins)
+
+
 class Wrapper(nn.Module):
     def __init__(self, inner):
         super().__init__()

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that a loop steps and has not prepared."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from neuron_accel.engine.plan.plugin import Claim
+from neuron_accel.engine.runtime.outside_use import acting, is_of_this_package
+from neuron_accel.engine.runtime.run import Run
+from neuron_accel.errors import UsageError
+
+
+def watch_optimizers(run: Run) -> None:
+    """Warns, until the models of a run are released, at the first step of an optimizer that the loop steps itself: a
+    step of another one looks it up, and nothing else."""
+    reference: weakref.ref[Run] = weakref.ref(run)
+    known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        run = reference()
+        if run is None or optimizer in known:
+            return
+        known.add(optimizer)
+        prepared = any(each.optimizer is optimizer for each in run.optimizers)
+        if not prepared and not is_of_this_package(next(acting(sys._getframe(1)))):
+            _warn(optimizer, run)
+
+    handle = register_optimizer_step_pre_hook(look)
+    run.until_released.callback(handle.remove)
+    weakref.finalize(run, handle.remove)
+
+
+def _warn(optimizer: torch.optim.Optimizer, run: Run) -> None:
+    found = [run.find_parameter(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    name = next((record.fqn for record in found if record is not None), None)
+    if name is not None:
+        warnings.warn(
+            f"This {type(optimizer).__name__} steps {name!r}, a parameter of a prepared model, and was not prepared: "
+            "no plugin shards, counts or saves what it does. Prepare it: optimizer = accelerator.prepare(optimizer).",
+            stacklevel=5,
+        )
+    elif found and run.data_parallel_size > 1:
+        warnings.warn(
+            f"This {type(optimizer).__name__} steps parameters of no prepared model: their gradients are not reduced, "
+            f"and the {run.data_parallel_size} data-parallel ranks have different values of them. Make them parameters "
+            "of the model before you prepare it.",
+            stacklevel=5,
+        )
+
+
+def check_optimizer_is_prepared(run: Run) -> None:
+    """Checks before a backward pass that an optimizer is prepared where a plugin shards one.
+
+    Raises:
+        UsageError: if none is.
+    """
+    owner = run.owner(Claim.OPTIMIZER_STATE)
+    if owner is not None and not run.optimizers and run.backend.world_size > 1:
+        raise UsageError(
+            "No optimizer is prepared, and its state is to be sharded.",
+            where=f"accelerator.backward, plugin {owner.spec.name!r}",
+            why="gradients are reduced to the shards of a prepared optimizer; another one would use those of one rank",
+            fix="model, optimizer = accelerator.prepare(model, optimizer), before the first backward pass",
+        )
