@@ -24,7 +24,9 @@ class BlockRates(StrategyPlugin):
     Source: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (2018, arXiv:1801.06146).
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="block_rates", phase=Phase.ADAPTATION)  # before optimizers are sharded
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="block_rates", api_version=3, phase=Phase.ADAPTATION
+    )  # before optimizers are sharded
 
     decay: float = 0.8
 

@@ -38,6 +38,7 @@ class GradientNoise(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="gradient_noise",
+        api_version=3,
         phase=Phase.OPTIMIZER,
         after=frozenset({"zero1", "fully_sharded"}),  # which have then reduced the gradients
         refines=frozenset({Claim.GRADIENT_CLIPPING}),  # its owner knows their norm

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from neuron_accel.contract import (
+    API_VERSION,
     BufferBroadcast,
     Claim,
     GradientPart,
@@ -30,7 +31,7 @@ from neuron_accel.testing import Trace
 
 
 def spec(name: str, **more: Any) -> PluginSpec:
-    return PluginSpec(name=name, phase=Phase.MEMORY, **more)
+    return PluginSpec(**{"name": name, "api_version": API_VERSION, "phase": Phase.MEMORY, **more})
 
 
 # ---- form ------------------------------------------------------------------------------------------------------------
@@ -373,6 +374,7 @@ class Owner(StrategyPlugin):
 
     spec = PluginSpec(
         name="owner",
+        api_version=3,
         phase=Phase.GRADIENTS,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}),
     )

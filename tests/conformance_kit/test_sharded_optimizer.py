@@ -30,6 +30,7 @@ class ShardedStatePlugin(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="sharded_state",
+        api_version=3,
         phase=Phase.OPTIMIZER,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
     )

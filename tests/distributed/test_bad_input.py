@@ -19,7 +19,9 @@ from tests.distributed.models import gpt2, llama, token_batches
 class SecondReducer(StrategyPlugin):
     """Claims what plain data parallelism and ZeRO-1 do."""
 
-    spec = PluginSpec(name="second_reducer", phase=Phase.GRADIENTS, claims=frozenset({Claim.GRADIENT_REDUCTION}))
+    spec = PluginSpec(
+        name="second_reducer", api_version=3, phase=Phase.GRADIENTS, claims=frozenset({Claim.GRADIENT_REDUCTION})
+    )
 
     def after_backward(self, run):
         pass

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec
-from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.engine.plan.plugin import API_VERSION, Claim, Phase, PluginSpec, StrategyPlugin
 
 KINDS = {
     "pp": AxisKind.STAGE,
@@ -34,6 +34,7 @@ def fake(
     name: str, phase: Phase = Phase.MEMORY, *, axes: dict[str, int] | None = None, options: Any = None, **spec: Any
 ) -> StrategyPlugin:
     """A plugin called ``name``; names in ``axes`` are those of :data:`KINDS`, ``options`` are its fields and values."""
+    spec.setdefault("api_version", API_VERSION)
     sets = {key: frozenset(value) if isinstance(value, (set, list, tuple)) else value for key, value in spec.items()}
     brought = tuple(AxisSpec(name=axis, degree=n, kind=KINDS[axis]) for axis, n in (axes or {}).items())
     cls = make_dataclass(

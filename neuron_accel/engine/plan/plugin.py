@@ -34,7 +34,18 @@ if TYPE_CHECKING:
 
 
 API_VERSION = 3
-"""Version of this contract. A plugin that declares another version raises a PluginError."""
+"""Version of this contract. A plugin states the one that it was written for."""
+
+ACCEPTED = range(3, API_VERSION + 1)
+"""Versions of the contract whose plugins run."""
+
+CHANGES: Mapping[int, str] = MappingProxyType(
+    {
+        2: "transform_model and explain_model get the PreparedModel; transform_scheduler and config_dict are gone",
+        3: "PluginSpec(lazy_load=True) replaces model_init and lazy_load; PluginSpec(before=...) is gone, use after",
+    }
+)
+"""What a plugin has to change for a version, by version."""
 
 
 class Phase(IntEnum):
@@ -114,7 +125,7 @@ class PluginSpec:
         reads_weights: whether it reads the weights of a model that was built without memory for them itself, when an
             optimizer is prepared together with the model (:meth:`PreparedModel.read_weights`). What it has not read
             then, ``prepare`` reads in full.
-        api_version: the version of this contract that it was written for.
+        api_version: the version of this contract that it was written for, as a number. Required.
     """
 
     name: str
@@ -127,7 +138,7 @@ class PluginSpec:
     refines: frozenset[Claim] = frozenset()
     lazy_load: bool = False
     reads_weights: bool = False
-    api_version: int = API_VERSION
+    api_version: int | None = None
 
     def __repr__(self) -> str:
         shown = [f"{self.name!r}", f"phase {self.phase.name}"]
@@ -434,15 +445,7 @@ def check_contract(cls: object, source: str) -> None:
             why="the class attribute 'spec' declares a plugin's name, when it acts and what it owns",
             fix="add 'spec = PluginSpec(name=..., phase=...)' to the class",
         )
-    if spec.api_version != API_VERSION:
-        older = isinstance(spec.api_version, int) and spec.api_version < API_VERSION
-        raise PluginError(
-            f"Plugin {spec.name!r} was written for version {spec.api_version!r} of the plugin contract, "
-            f"this is version {API_VERSION}.",
-            where=where,
-            why="hooks may have other names, arguments or meanings",
-            fix=f"install a newer version of {source if older else 'neuron-accel'}",
-        )
+    check_version(cls, source, where)
     if problems := [*hook_problems(cls), *claim_problems(cls)]:
         raise PluginError(
             f"{cls.__name__} does not conform to the contract.",
@@ -457,6 +460,33 @@ def check_contract(cls: object, source: str) -> None:
             where=where,
             why="they would not belong to its configuration",
             fix="put @dataclass(frozen=True, kw_only=True) above the class",
+        )
+
+
+def check_version(cls: type[StrategyPlugin], source: str, where: str) -> None:
+    """Checks that a plugin class states a version of the contract, one of :data:`ACCEPTED`.
+
+    Raises:
+        PluginError: if it does not.
+    """
+    version = cls.spec.api_version
+    if version is None:
+        raise PluginError(
+            f"Plugin {cls.spec.name!r} does not state the version of the plugin contract that it was written for.",
+            where=where,
+            why="of another version, its hooks would not be called, or be called with other arguments",
+            fix=f"once it was tried with this version, write PluginSpec(..., api_version={API_VERSION}) in it",
+        )
+    if version not in ACCEPTED:
+        older = isinstance(version, int) and version < API_VERSION
+        changed = "; ".join(f"{n}: {text}" for n, text in CHANGES.items() if older and n > version)
+        raise PluginError(
+            f"Plugin {cls.spec.name!r} was written for version {version!r} of the plugin contract, "
+            f"this is version {API_VERSION}.",
+            where=where,
+            why="hooks may have other names, arguments or meanings",
+            fix=f"install a newer version of {source if older else 'neuron-accel'}"
+            + (f", or change it (version {changed})" if changed else ""),
         )
 
 

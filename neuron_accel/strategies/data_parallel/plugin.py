@@ -42,6 +42,7 @@ class DataParallelPlugin(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="data_parallel",
+        api_version=3,
         phase=Phase.GRADIENTS,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}),
     )

@@ -72,6 +72,7 @@ class FullyShardedPlugin(Zero1Plugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="fully_sharded",
+        api_version=3,
         phase=Phase.OPTIMIZER,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
         lazy_load=True,

@@ -48,6 +48,7 @@ class PipelineParallelPlugin(PipelineOptions):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="pipeline_parallel",
+        api_version=3,
         phase=Phase.STAGES,
         provides=frozenset({"weights-in-passes"}),
         claims=frozenset({Claim.BACKWARD}),

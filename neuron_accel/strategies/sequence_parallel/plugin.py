@@ -66,6 +66,7 @@ class SequenceParallelPlugin(StrategyPlugin):
 
     spec = PluginSpec(
         name="sequence_parallel",
+        api_version=3,
         phase=Phase.ACTIVATIONS,
         requires=frozenset({"axis:tp"}),
         provides=frozenset({"weights-in-passes"}),

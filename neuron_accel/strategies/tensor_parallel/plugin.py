@@ -73,7 +73,11 @@ class TensorParallelPlugin(TensorParallelOptions):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="tensor_parallel", phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"}), lazy_load=True
+        name="tensor_parallel",
+        api_version=3,
+        phase=Phase.LAYOUT,
+        provides=frozenset({"weights-in-passes"}),
+        lazy_load=True,
     )
 
     def axes(self) -> tuple[AxisSpec, ...]:

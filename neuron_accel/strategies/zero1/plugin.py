@@ -63,6 +63,7 @@ class Zero1Plugin(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="zero1",
+        api_version=3,
         phase=Phase.OPTIMIZER,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
     )

@@ -25,7 +25,10 @@ from tests.unit.fake_plugins import DEFAULTS, fake
 def with_methods(name: str, claims: tuple[Claim, ...] = (), **methods) -> StrategyPlugin:
     plugin = fake(name)
     spec = type(plugin).spec
-    namespace = {"spec": type(spec)(name=name, phase=spec.phase, claims=frozenset(claims)), **methods}
+    namespace = {
+        "spec": type(spec)(name=name, api_version=spec.api_version, phase=spec.phase, claims=frozenset(claims)),
+        **methods,
+    }
     return type(name.title(), (type(plugin),), namespace)()
 
 

@@ -287,13 +287,25 @@ def test_a_plugin_given_twice():
     assert error.fix == "keep one of them"
 
 
-def test_another_version_of_the_contract():
-    error = refusal(fake("old", api_version=API_VERSION - 1), kind=PluginError, provenance=lambda cls: "dist 1.0")
-    assert f"version {API_VERSION - 1} of the plugin contract" in error.what
+@pytest.mark.parametrize(
+    ("version", "what", "fix"),
+    [
+        (
+            1,
+            "version 1 of the plugin contract",
+            ("newer version of dist 1.0", "get the PreparedModel", "lazy_load=True"),
+        ),
+        (2, "version 2 of the plugin contract", ("newer version of dist 1.0", "lazy_load=True")),
+        (API_VERSION + 1, "of the plugin contract", ("newer version of neuron-accel",)),
+        ("3", "version '3' of the plugin contract", ("newer version of neuron-accel",)),
+        (None, "does not state the version", (f"api_version={API_VERSION}",)),
+    ],
+)
+def test_a_plugin_for_another_version_of_the_contract_is_told_what_to_change(version, what, fix):
+    error = refusal(fake("old", api_version=version), kind=PluginError, provenance=lambda cls: "dist 1.0")
+    assert what in error.what
     assert "dist 1.0" in error.where
-    assert "newer version of dist 1.0" in error.fix
-    error = refusal(fake("new", api_version=API_VERSION + 1), kind=PluginError, provenance=lambda cls: "dist 1.0")
-    assert "newer version of neuron-accel" in error.fix
+    assert all(text in error.fix for text in fix)
 
 
 def test_classes_and_other_things_are_no_plugins():
@@ -312,7 +324,7 @@ def test_a_plugin_without_a_spec():
 
 def test_a_plugin_that_forgot_to_be_a_dataclass():
     class Forgetful(StrategyPlugin):
-        spec: ClassVar[PluginSpec] = PluginSpec(name="forgetful", phase=Phase.MEMORY)
+        spec: ClassVar[PluginSpec] = PluginSpec(name="forgetful", api_version=3, phase=Phase.MEMORY)
         degree: int = 1
 
     error = refusal(Forgetful(), kind=PluginError)
@@ -325,7 +337,7 @@ def test_validation_hooks_receive_the_finished_plan():
 
     @dataclass(frozen=True, kw_only=True)
     class Curious(StrategyPlugin):
-        spec: ClassVar[PluginSpec] = PluginSpec(name="curious", phase=Phase.OPTIMIZER)
+        spec: ClassVar[PluginSpec] = PluginSpec(name="curious", api_version=3, phase=Phase.OPTIMIZER)
 
         def validate(self, context: PlanContext) -> None:
             seen.append(context)
@@ -357,7 +369,7 @@ def some_function() -> None: ...
 
 @dataclass(frozen=True, kw_only=True)
 class Rich(StrategyPlugin):
-    spec: ClassVar[PluginSpec] = PluginSpec(name="rich", phase=Phase.LAYOUT)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="rich", api_version=3, phase=Phase.LAYOUT)
     number: float = 1.0
     dtype: Any = torch.float32
     shape: tuple[int, ...] = (1, 2)

@@ -31,7 +31,9 @@ from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPl
 
 @dataclass(frozen=True, kw_only=True)
 class {name}(StrategyPlugin):
-    spec = PluginSpec(name="{spec}", phase=Phase.GRADIENTS, claims=frozenset({{Claim.GRADIENT_REDUCTION}}))
+    spec = PluginSpec(
+        name="{spec}", api_version=3, phase=Phase.GRADIENTS, claims=frozenset({{Claim.GRADIENT_REDUCTION}})
+    )
 
     def after_backward(self, run): pass
 """
@@ -145,7 +147,7 @@ def test_an_entry_point_that_calls_itself_otherwise(installed, tmp_path):
 
 
 def test_another_version_of_the_contract_names_the_distribution(installed, tmp_path):
-    source = MODULE.format(name="A", spec="a").replace('name="a"', 'name="a", api_version=99')
+    source = MODULE.format(name="A", spec="a").replace("api_version=3", "api_version=99")
     installed("future-dist", "installed_a", source, a="installed_a:A")
     error = refusal(lambda: registry_of(tmp_path).get("a"))
     assert "version 99 of the plugin contract" in error.what

@@ -41,7 +41,10 @@ class DesyncGuard(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="desync_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "weights-in-passes"})
+        name="desync_guard",
+        api_version=3,
+        phase=Phase.OPTIMIZER,
+        provides=frozenset({"looks-at-values", "weights-in-passes"}),
     )
 
     timeout_s: float = 600.0

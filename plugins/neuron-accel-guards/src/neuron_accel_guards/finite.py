@@ -51,7 +51,10 @@ class FiniteGuard(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="finite_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "weights-in-passes"})
+        name="finite_guard",
+        api_version=3,
+        phase=Phase.OPTIMIZER,
+        provides=frozenset({"looks-at-values", "weights-in-passes"}),
     )
 
     action: Literal["raise", "skip", "warn"] = "raise"

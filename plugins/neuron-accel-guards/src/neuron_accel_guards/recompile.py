@@ -52,7 +52,10 @@ class RecompileGuard(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="recompile_guard", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "weights-in-passes"})
+        name="recompile_guard",
+        api_version=3,
+        phase=Phase.OPTIMIZER,
+        provides=frozenset({"looks-at-values", "weights-in-passes"}),
     )
 
     action: Literal["warn", "raise"] = "warn"

@@ -38,7 +38,10 @@ class ReplicaCheck(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="replica_check", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "gathered-weights"})
+        name="replica_check",
+        api_version=3,
+        phase=Phase.OPTIMIZER,
+        provides=frozenset({"looks-at-values", "gathered-weights"}),
     )
 
     every: int = 0

@@ -63,7 +63,10 @@ class SumCheck(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="sum_check", phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values", "gathered-weights"})
+        name="sum_check",
+        api_version=3,
+        phase=Phase.OPTIMIZER,
+        provides=frozenset({"looks-at-values", "gathered-weights"}),
     )
 
     every: int | None = None

@@ -50,7 +50,9 @@ class LocalSGDPlugin(StrategyPlugin):
     communication" (2025, arXiv:2501.18512).
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="local_sgd", phase=Phase.OPTIMIZER, after=frozenset({"zero1"}))
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="local_sgd", api_version=3, phase=Phase.OPTIMIZER, after=frozenset({"zero1"})
+    )
 
     islands: int
     inner_steps: int

@@ -85,7 +85,7 @@ class _ShardsExperts(StrategyPlugin):
     """Shards the experts over ranks with other samples, as expert parallelism does."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="kit_shards_experts", phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
+        name="kit_shards_experts", api_version=3, phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
     )
 
     def axes(self) -> tuple[AxisSpec, ...]:
@@ -105,7 +105,7 @@ class _HoldsTwice(StrategyPlugin):
     """Ranks along an axis of kind MODEL hold the same elements: one parameter by its holders, one by its layout."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="kit_holds_twice", phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
+        name="kit_holds_twice", api_version=3, phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
     )
 
     def axes(self) -> tuple[AxisSpec, ...]:
@@ -118,7 +118,7 @@ class _HoldsTwice(StrategyPlugin):
 @dataclass(frozen=True, kw_only=True)
 class _ReducesInBF16(StrategyPlugin):
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="kit_reduces_in_bf16", phase=Phase.PRECISION, provides=frozenset({"weights-in-passes"})
+        name="kit_reduces_in_bf16", api_version=3, phase=Phase.PRECISION, provides=frozenset({"weights-in-passes"})
     )
 
     def transform_model(self, model: Any, run: Any) -> None:
