@@ -233,7 +233,7 @@ class EagerShard(BucketShard):
         self._buffer, self._slots = None, []
 
     def _part(self, chunk: torch.Tensor, piece: ParameterShard) -> torch.Tensor:
-        return super()._part(chunk, piece).view(piece.master.shape)
+        return piece.span.of_chunk(chunk).view(piece.master.shape)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     def send_weights(self) -> Callable[[], Any]:

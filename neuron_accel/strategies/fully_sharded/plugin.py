@@ -18,6 +18,7 @@ from neuron_accel.contract import (
     UnsupportedModelError,
 )
 from neuron_accel.strategies.fully_sharded.groups import added_axes, check, near_group, replica_axes
+from neuron_accel.strategies.fully_sharded.lazy_units import LazyUnits
 from neuron_accel.strategies.fully_sharded.order import UnitOrder
 from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
 
@@ -150,11 +151,12 @@ class FullyShardedPlugin(Zero1Plugin):
             )
         super().transform_model(model, run)
         model.gathers_weights = True
+        kind = LazyUnits if run.backend.is_lazy else Units
         state, units = run.state(self), self._units(run)
         if "order" not in state:
             state["order"] = UnitOrder(run, self.spec.name)
         units.append(
-            Units(
+            kind(
                 model,
                 run,
                 modules=self.modules,

@@ -8,12 +8,6 @@ block. The method is that of "PyTorch FSDP: Experiences on Scaling Fully Sharded
 Every rank gathers and reduces in the same order, whatever gradients it has: a unit is gathered where its forward or
 backward pass begins, and its gradients are reduced where its backward pass ends. So ranks run the same modules in the
 same order (:mod:`~neuron_accel.strategies.fully_sharded.order` compares it).
-
-On a device that compiles a whole step into one graph, an operation may run as soon as its operands exist. Shards of
-parameters exist from the beginning of the graph, so a compiler could gather all of them first, and hold the full model.
-Every gather is therefore behind an optimization barrier (:meth:`Backend.fence`) together with what it must wait for: in
-the forward pass the input of the unit that is computed meanwhile, in the backward pass the gradient of its output. The
-barrier also keeps the compiler from merging the two gathers of one unit.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from neuron_accel.contract import (
     Architecture,
@@ -38,10 +32,9 @@ from neuron_accel.contract import (
     did_you_mean,
     matches_fqn,
 )
-from neuron_accel.strategies.fully_sharded.saved_weights import SavedWeights
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import GatheredShard, ParameterRecord, PreparedModel, Run
+    from neuron_accel.contract import ParameterRecord, PreparedModel, Run
     from neuron_accel.strategies.fully_sharded.order import UnitOrder
 
 BLOCKS = "blocks"
@@ -96,7 +89,6 @@ class Units(UnitsOfModel):
         self._handles: list[Any] = []
         self._marked: list[nn.Module] = []
         self._unit_of = {id(record): self._unit_around(record) for record in model.parameters}
-        self._saved = SavedWeights(run, self.unit_of, self.gather) if run.backend.is_lazy else None
         self._action = run.join.register("a gather of parameters", self._gather_along, compares=True)
         for unit in self.units:
             self._watch(unit)
@@ -135,8 +127,6 @@ class Units(UnitsOfModel):
         module, keep = unit.module, self._handles.append
         keep(module.register_forward_pre_hook(Hook(self._before_forward, unit), prepend=True, with_kwargs=True))
         keep(module.register_forward_hook(Hook(self._after_forward, unit)))
-        if self._saved is not None:
-            keep(module.register_forward_hook(Hook(self._saved.leave, unit), always_call=True))
         keep(module.register_state_dict_pre_hook(Hook(self._refuse_state_dict, unit)))
         keep(module.register_load_state_dict_pre_hook(Hook(self._refuse_load, unit)))
         own = unit.name + "." if unit.name else ""
@@ -167,14 +157,10 @@ class Units(UnitsOfModel):
             unit.reopen()
         if not inside:
             self._called(unit, False)
-        args, kwargs = self._gather_for_inputs(unit, args, kwargs, ahead=not inside)
-        if not inside:  # else it is recomputed, and its backward pass follows
-            args, kwargs = self._watch_inputs(unit, args, kwargs)
-        if self._saved is not None:
-            self._saved.enter(unit)
-        return args, kwargs
-
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.gather(unit)
+        if inside:
+            return None  # it is recomputed, and its backward pass follows
+        self._fetch_following(unit, False)
         if torch.is_grad_enabled():
             args, kwargs = _computed(args), {name: _computed(value) for name, value in kwargs.items()}
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -187,21 +173,10 @@ class Units(UnitsOfModel):
                 self._put_last(inputs)
         return args, kwargs
 
-    def _after_forward(self, unit: Unit, _: nn.Module, args: Any, output: Any) -> Any:
+    def _after_forward(self, unit: Unit, _: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
-            return None
-        self._release_after_forward(unit, output)
-        if self._saved is None:
-            return None
-        kept = [shard for shard, _ in unit.shards if shard.near_part is not None]
-        if kept:
-            return self._behind_parts(kept, output)
-        if unit is self.root and not torch.is_grad_enabled():
-            self.release()  # also what was gathered ahead, and not called
-        return None
-
-    def _release_after_forward(self, unit: Unit, output: Any) -> None:
-        if self._saved is None:
+            return
+        if not self._run.backend.is_lazy:
             # Autocast keeps casted weights, in full, until its context ends: they are to be freed, and if the call for
             # another micro-batch used them, too, they would have gradients only after all of this module.
             torch.clear_autocast_cache()
@@ -230,7 +205,7 @@ class Units(UnitsOfModel):
         """Where an output of the last unit is an input of this one, the backward pass of this one ends, and frees what
         it has gathered, before that of the last one begins, and gathers: hooks run in the order in which they were
         registered."""
-        if self._handed_on is None or self._saved is not None:  # a compiler orders a graph itself
+        if self._handed_on is None or self._run.backend.is_lazy:  # a compiler orders a graph itself
             return
         unit, handed = self._handed_on
         for tensor, handle in handed:
@@ -239,7 +214,7 @@ class Units(UnitsOfModel):
                 tensor.register_hook(Hook(self._before_backward, unit))
         self._handed_on = None
 
-    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _before_backward(self, unit: Unit, _: torch.Tensor) -> torch.Tensor | None:
         if not self._in_pass:
             self._in_pass, self._last[True] = True, None
             if not self._model.in_backward:  # a plain loss.backward(): autograd itself reports its end
@@ -249,12 +224,13 @@ class Units(UnitsOfModel):
             if self.sends_ahead and not self._action.announced:
                 for function in self.before_units:
                     function(self.root)
-        begins, unit.in_backward = not unit.in_backward, True
-        if begins:
+        if not unit.in_backward:
             self._called(unit, True)
-        after = [] if self._saved is None else [gradient.detach()]
-        behind = self._gather_for(unit, after, backward=True, ahead=begins)
-        return behind[0] if behind else None
+        self.gather(unit)
+        if not unit.in_backward:
+            unit.in_backward = True
+            self._fetch_following(unit, True)
+        return None
 
     def _after_backward(self, unit: Unit, _: Sequence[torch.Tensor | None]) -> None:
         unit.forwards -= 1
@@ -273,13 +249,12 @@ class Units(UnitsOfModel):
     @property
     def _completes_early(self) -> bool:
         """Whether gradients of a unit are reduced when its backward pass ends."""
-        late = self._saved is not None and self._model.runs_backward  # stages run their passes at other times
-        return not self._model.defers_gradients and not late
+        return not self._model.defers_gradients
 
     @property
     def sends_ahead(self) -> bool:
         """Whether :attr:`before_units` are called: a compiler orders a graph itself, and a pipeline has many passes."""
-        return self._completes_early and not self._model.runs_backward and self._saved is None
+        return self._completes_early and not self._model.runs_backward and not self._run.backend.is_lazy
 
     def end_backward(self) -> None:
         """A backward pass is over: frees what it has not freed. Without resharding, parameters are kept for the next
@@ -314,68 +289,6 @@ class Units(UnitsOfModel):
         unit.release()
         unit.gather()
         unit.release()
-
-    def _gather_for(
-        self, unit: Unit, after: Sequence[torch.Tensor], *, backward: bool, ahead: bool
-    ) -> list[torch.Tensor]:
-        """Gathers a unit for a pass, and, if ``ahead``, starts to gather the following ones; in a graph once the
-        tensors ``after`` exist.
-
-        Returns:
-            These tensors behind the barrier; none if there is no barrier.
-        """
-        if self._saved is None or self._action.announced:
-            self.gather(unit)
-            if self._saved is None and ahead:
-                self._fetch_following(unit, backward)
-            return []
-        wanted = [unit]
-        if unit is self.root and self._model.runs_backward and not self._reshard:
-            wanted = self.units  # in a graph of their own, so that those of all micro-batches are the same
-        elif self._prefetch and ahead:
-            wanted += self._following(unit, backward)
-        idle = [shard for each in wanted for shard in each.idle]
-        if not idle:
-            return []
-        with torch.no_grad():
-            own = [shard.own() for shard in idle]
-            behind = self._run.backend.fence([*own, *after]) if after else own
-        for shard, mine in zip(idle, behind, strict=False):
-            shard.start_gather(mine)
-        unit.gather()
-        return behind[len(idle) :]
-
-    def _gather_for_inputs(self, unit: Unit, args: Any, kwargs: Any, *, ahead: bool) -> tuple[Any, Any]:
-        """Gathers a unit for its forward pass. Returns its arguments, in a graph behind the same barrier."""
-        leaves, structure = ([], None) if self._saved is None else tree_flatten((args, kwargs))
-        place = _activation(leaves)
-        behind = self._gather_for(unit, [] if place is None else [leaves[place]], backward=False, ahead=ahead)
-        if structure is None or place is None or not behind:
-            return args, kwargs
-        leaves[place] = _Identity.apply(leaves[place], behind[0]) if torch.is_grad_enabled() else behind[0]
-        return tree_unflatten(leaves, structure)
-
-    def _behind_parts(self, kept: Sequence[GatheredShard], output: Any) -> Any:
-        """The output of a unit, once ``kept`` have their parts for the backward pass: else the compiler could take them
-        out of what was gathered when they are used, and hold that until then."""
-        leaves, structure = tree_flatten(output)
-        place = _activation(leaves)
-        if place is None:
-            return output
-        with torch.no_grad():
-            parts = [shard.near_part for shard in kept if shard.near_part is not None]
-            *behind, last = self._run.backend.fence([*parts, leaves[place].detach()])
-        for shard, part in zip(kept, behind, strict=True):
-            shard.near_part = part
-        leaves[place] = _Identity.apply(leaves[place], last)
-        return tree_unflatten(leaves, structure)
-
-    def _following(self, unit: Unit, backward: bool) -> list[Unit]:
-        """The units that are used next in the order of the model: with that of the last pass, the first step would be a
-        graph of its own. The model's own parameters are gathered first, and kept."""
-        ahead = self.units[:0:-1] if backward else self.units[1:]
-        begin = 0 if unit is self.root else ahead.index(unit) + 1
-        return ahead[begin : begin + self._prefetch]
 
     def _fetch_following(self, unit: Unit, backward: bool) -> None:
         """Starts to gather the units that followed this one the last time."""
@@ -440,24 +353,6 @@ class Units(UnitsOfModel):
             for mark in _MARKS:
                 vars(module).pop(mark, None)
         self._handles, self._marked = [], []
-
-
-class _Identity(torch.autograd.Function):
-    """``behind``, which has the values of ``tensor``, with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
-        return behind.view_as(behind)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
-
-
-def _activation(leaves: Sequence[Any]) -> int | None:
-    """Position of what a unit computes with: a tensor with a gradient, else one of floating-point numbers."""
-    floats = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    return next((i for i in floats if leaves[i].requires_grad), next(iter(floats), None))
 
 
 def _computed(value: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_accel.strategies.fully_sharded.saved_weights import origin_of
+from neuron_accel.strategies.fully_sharded.lazy_units import origin_of
 
 WAYS = {
     "the weight": lambda w: w,
