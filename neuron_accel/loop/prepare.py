@@ -108,7 +108,6 @@ def prepare_model(
             record.handles.append(handle)
         if not hasattr(record.module, "no_sync"):
             record.module.no_sync = NoSync(record)  # type: ignore[assignment]  # a callable, as DDP's method is
-        run.outside_use.watch(record)
     _offer_as_ddp(record, run)
     return record
 

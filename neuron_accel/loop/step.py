@@ -67,7 +67,7 @@ class Step:
             check_is_mean(loss)
         self._run.num_items = num_items
         try:
-            with self._run.outside_use.suspended(), self._run.events.open("backward", "part", part="backward"):
+            with self._run.events.open("backward", "part", part="backward"):
                 self._backward(loss, num_items, differentiate, accumulation_steps, options)
         finally:
             self._run.num_items = None
@@ -230,8 +230,7 @@ class Clipping:
         """See :meth:`StrategyPlugin.clip_grad_norm`."""
         if self._clip_norm.announced:
             self._clip_norm(self._positions(parameters), max_norm, norm_type)
-        opened = self._run.events.open("clip_grad_norm_", "call", part="optimizer")
-        with self._run.outside_use.suspended(), opened:
+        with self._run.events.open("clip_grad_norm_", "call", part="optimizer"):
             return self._clip(owner, parameters, max_norm, norm_type)
 
     def _clip(

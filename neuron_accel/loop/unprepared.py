@@ -6,15 +6,18 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from neuron_accel.engine.plan.plugin import Claim
-from neuron_accel.engine.runtime.outside_use import acting, is_of_this_package
 from neuron_accel.engine.runtime.run import Run
 from neuron_accel.errors import UsageError
+
+_LIBRARIES = frozenset({"accelerate", "peft", "torch", "transformers"})
+"""Packages whose code acts for its caller."""
 
 
 def watch_optimizers(run: Run) -> None:
@@ -29,12 +32,22 @@ def watch_optimizers(run: Run) -> None:
             return
         known.add(optimizer)
         prepared = any(each.optimizer is optimizer for each in run.optimizers)
-        if not prepared and not is_of_this_package(next(acting(sys._getframe(1)))):
+        if not prepared and not _caller(sys._getframe(1)).startswith("neuron_accel"):
             _warn(optimizer, run)
 
     handle = register_optimizer_step_pre_hook(look)
     run.until_released.callback(handle.remove)
     weakref.finalize(run, handle.remove)
+
+
+def _caller(frame: FrameType | None) -> str:
+    """The name of the innermost module that does not only act for its caller."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.partition(".")[0] not in _LIBRARIES:
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def _warn(optimizer: torch.optim.Optimizer, run: Run) -> None:

@@ -83,8 +83,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 fix="run forward and backward before `step()`",
             )
         run, lazy = self._run, self.lazy
-        opened = run.events.open("optimizer step", "step", part="optimizer", optimizer=id(self))
-        with run.outside_use.suspended(), opened:
+        with run.events.open("optimizer step", "step", part="optimizer", optimizer=id(self)):
             self._gradients_complete()
             if self._stepping.announced:
                 self._stepping()
@@ -134,8 +133,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if not self.gradient_state.sync_gradients:
             return
-        opened = self._run.events.open("zero_grad", "part", part="optimizer")
-        with self._run.outside_use.suspended(), opened:
+        with self._run.events.open("zero_grad", "part", part="optimizer"):
             if self._zeroing.announced:
                 self._zeroing(*([] if set_to_none is None else [set_to_none]))
             if set_to_none is None and self._can_set_to_none:

@@ -20,7 +20,6 @@ from torch.nn.modules.module import (
 from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.plan.plugin import HOOKS, Phase, overrides
 from neuron_accel.engine.runtime.join import Join
-from neuron_accel.engine.runtime.outside_use import OutsideUse
 from neuron_accel.engine.runtime.shared_inputs import SharedInputs
 from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
 from neuron_accel.errors import NeuronAccelError, UsageError, did_you_mean
@@ -263,8 +262,6 @@ class Run:
     """Settings of the process, which end when the prepared models are released."""
     shared_inputs: SharedInputs = field(init=False)
     """Compares inputs and random numbers between the ranks that compute a forward pass together."""
-    outside_use: OutsideUse = field(init=False)
-    """Parameters that a loop uses between steps, of which a rank has a shard."""
     regularly: list[Callable[[], None]] = field(default_factory=list, init=False)
     """Functions that a thread calls about once a second (with thousands of ranks, every few), also while the loop waits
     for other ranks. None is called on one rank, or if the environment disables the watchdog."""
@@ -284,7 +281,6 @@ class Run:
         self.mesh, self.device, self.events = self.plan.mesh, self.backend.device, self.backend.events
         self.hooks = BoundHooks(self.plan, self.events)
         self.join, self.shared_inputs = Join(self), SharedInputs(self)
-        self.outside_use = OutsideUse(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles plan, backend and groups, without anything that was prepared."""

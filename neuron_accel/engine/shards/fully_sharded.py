@@ -177,7 +177,7 @@ class ShardedWeights:
             optimizer_dtype=bucket.dtype,
             reduce_dtype=bucket.dtype,
             plugin=self._plugin,
-            own=own,
+            loaded=own,
             take_over=lambda: shard.close({}),  # there is no state
         )
         return shard
@@ -280,7 +280,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
         if units.keeps(bucket.records[0]):
             return super()._new_shard(**arguments)
         own = self._own.pop(id(bucket), None)
-        shard = self._weights.new_shard(buffers=self._passing, own=own, take_over=self.take_over, **arguments)
+        shard = self._weights.new_shard(buffers=self._passing, loaded=own, take_over=self.take_over, **arguments)
         unit.shards.append((shard, partial(self._complete, unit)))
         if unit is units.root and self._before_units not in units.before_units:
             units.before_units.append(self._before_units)

@@ -30,7 +30,7 @@ class GatheredShard(BucketShard):
     Args:
         read: called with this shard before one of its parameters is read in full: frees the one that was read before.
         take_over: applies what was written to this shard by parameter (:meth:`close`).
-        own: this rank's weights, ``[partition.chunk]``, if the parameters have no values yet.
+        loaded: this rank's weights, ``[partition.chunk]``, if the parameters have no values yet.
         near: the ranks between which parameters are gathered again after :meth:`reshard`; None for all.
 
     Attributes:
@@ -52,11 +52,11 @@ class GatheredShard(BucketShard):
         *,
         read: Callable[[GatheredShard], None],
         take_over: Callable[[], None],
-        own: torch.Tensor | None = None,
+        loaded: torch.Tensor | None = None,
         near: Group | None = None,
         **common: Any,
     ) -> None:
-        self._read, self._take_over_writes, self._near, self._given = read, take_over, near, own
+        self._read, self._take_over_writes, self._near, self._given = read, take_over, near, loaded
         self.near_part: torch.Tensor | None = None
         self._arriving: Pending | None = None
         self.is_gathered, self.is_held = True, False

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from neuron_accel.errors import UsageError
 
-_NAMES = """
+_METADATA = """
     __deepcopy__ __dir__ __format__ __hash__ __len__ __repr__ __set__ _has_compatible_shallow_copy_type _is_view
     backward constant_ data_ptr dim element_size empty_like fill_ full_like get_device is_complex is_conj
     is_contiguous is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed
@@ -24,7 +24,7 @@ _NAMES = """
     register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride
     untyped_storage zero_ zeros_ zeros_like
 """
-METADATA = frozenset(_NAMES.split())
+_ALLOWED = frozenset(_METADATA.split())
 """Functions of torch that read no values, or fill a tensor with one value, which the shard takes."""
 
 _UNLESS_CHANGED = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to", "type"})
@@ -34,7 +34,7 @@ _LIKE_ANOTHER = frozenset({"expand_as", "reshape_as", "to", "type_as", "view_as"
 """Functions of which a second tensor gives the shape or dtype."""
 
 _VIEWS = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag)
-VALUES = frozenset(attribute.__get__ for attribute in _VIEWS)  # type: ignore[attr-defined]
+_VALUES = frozenset(attribute.__get__ for attribute in _VIEWS)  # type: ignore[attr-defined]
 _ALIASES = frozenset({torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach})  # type: ignore[attr-defined]
 
 
@@ -48,7 +48,7 @@ class _WithoutValues:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ALIASES:
                 return func(*args, **kwargs).as_subclass(ReleasedTensor)
-            if name in METADATA or (name == "__get__" and func not in VALUES):
+            if name in _ALLOWED or (name == "__get__" and func not in _VALUES):
                 return func(*args, **kwargs)
             if name in _LIKE_ANOTHER and not isinstance(args[0], _KINDS):
                 return func(*args, **kwargs)
