@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -268,7 +269,13 @@ class CollectiveWatchdog(Observer):
     def _place(self) -> str:
         """File and line of the training script, such as ``train.py:31``: the innermost frame outside this package and
         installed ones."""
-        frame: FrameType | None = sys._current_frames().get(self._loop)
+        collects = gc.isenabled()
+        gc.disable()  # on Python 3.11 a finalizer that waits for a thread would wait for ever (CPython issue 106883)
+        try:
+            frame: FrameType | None = sys._current_frames().get(self._loop)
+        finally:
+            if collects:
+                gc.enable()
         place = "an unknown place"
         while frame is not None:
             path, is_ours = frame.f_code.co_filename, _is_ours(frame)
