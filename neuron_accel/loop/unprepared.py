@@ -19,6 +19,9 @@ from neuron_accel.errors import UsageError
 _LIBRARIES = frozenset({"accelerate", "peft", "torch", "transformers"})
 """Packages whose code acts for its caller."""
 
+_WRAPPERS = "neuron_accel.loop.wrappers"
+"""The module of prepared optimizers, which step others: those of a wrapper's or a plugin's own."""
+
 
 def watch_optimizers(run: Run) -> None:
     """Warns, until the models of a run are released, at the first step of an optimizer that the loop steps itself: a
@@ -32,7 +35,7 @@ def watch_optimizers(run: Run) -> None:
             return
         known.add(optimizer)
         prepared = any(each.optimizer is optimizer for each in run.optimizers)
-        if not prepared and not _caller(sys._getframe(1)).startswith("neuron_accel"):
+        if not prepared and _is_of_loop(sys._getframe(1)):
             _warn(optimizer, run)
 
     handle = register_optimizer_step_pre_hook(look)
@@ -40,14 +43,15 @@ def watch_optimizers(run: Run) -> None:
     weakref.finalize(run, handle.remove)
 
 
-def _caller(frame: FrameType | None) -> str:
-    """The name of the innermost module that does not only act for its caller."""
+def _is_of_loop(frame: FrameType | None) -> bool:
+    """Whether the loop has called ``step``: not this package or one of its plugins, nor a prepared optimizer."""
+    names = []
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if name.partition(".")[0] not in _LIBRARIES:
-            return name
+            names.append(name)
         frame = frame.f_back
-    return ""
+    return not names[0].startswith("neuron_accel") and _WRAPPERS not in names
 
 
 def _warn(optimizer: torch.optim.Optimizer, run: Run) -> None:

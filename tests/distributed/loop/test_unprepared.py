@@ -119,6 +119,33 @@ def prepared_alone(plugins):
     return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
 
 
+class Wrapped(torch.optim.SGD):
+    """Steps an optimizer of its own, as SAM and Lookahead do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.base = torch.optim.AdamW(self.param_groups[0]["params"], lr=0.1)
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+def wrapped():
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator()
+    net, _ = make()
+    net, optimizer = accelerator.prepare(net, Wrapped(net.parameters()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(accelerator, net, optimizer)
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def test_what_a_prepared_optimizer_steps_is_not_named():
+    assert run_ranks(wrapped, 2) == [[], []]
+
+
 def backward_without_optimizer(plugins):
     from neuron_accel import NeuronAccelerator
 
