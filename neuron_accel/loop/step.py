@@ -15,7 +15,6 @@ import torch
 
 from neuron_accel.engine.plan.plugin import Claim
 from neuron_accel.errors import UsageError
-from neuron_accel.loop.unprepared import check_optimizer_is_prepared
 
 if TYPE_CHECKING:
     from accelerate.state import GradientState
@@ -82,7 +81,6 @@ class Step:
         options: dict[str, Any],
     ) -> None:
         run = self._run
-        check_optimizer_is_prepared(run)
         loss = run.hooks.transform("before_backward", loss, run)
         owner = run.owner(Claim.BACKWARD)
         if owner is None:

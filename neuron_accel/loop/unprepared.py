@@ -36,7 +36,7 @@ def watch_optimizers(run: Run) -> None:
         known.add(optimizer)
         prepared = any(each.optimizer is optimizer for each in run.optimizers)
         if not prepared and _is_of_loop(sys._getframe(1)):
-            _warn(optimizer, run)
+            _say(optimizer, run)
 
     handle = register_optimizer_step_pre_hook(look)
     run.until_released.callback(handle.remove)
@@ -54,9 +54,18 @@ def _is_of_loop(frame: FrameType | None) -> bool:
     return not names[0].startswith("neuron_accel") and _WRAPPERS not in names
 
 
-def _warn(optimizer: torch.optim.Optimizer, run: Run) -> None:
+def _say(optimizer: torch.optim.Optimizer, run: Run) -> None:
+    """Warns, or raises where a plugin was to shard the state of an optimizer, and none is prepared."""
     found = [run.find_parameter(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     name = next((record.fqn for record in found if record is not None), None)
+    owner = run.owner(Claim.OPTIMIZER_STATE)
+    if name is not None and owner is not None and not run.optimizers and run.backend.world_size > 1:
+        raise UsageError(
+            f"This {type(optimizer).__name__} steps {name!r}, and no optimizer is prepared.",
+            where=f"optimizer.step, plugin {owner.spec.name!r}",
+            why="the plugin shards the state of a prepared optimizer, to which gradients are reduced",
+            fix="model, optimizer = accelerator.prepare(model, optimizer), before the first backward pass",
+        )
     if name is not None:
         warnings.warn(
             f"This {type(optimizer).__name__} steps {name!r}, a parameter of a prepared model, and was not prepared: "
@@ -69,20 +78,4 @@ def _warn(optimizer: torch.optim.Optimizer, run: Run) -> None:
             f"and the {run.data_parallel_size} data-parallel ranks have different values of them. Make them parameters "
             "of the model before you prepare it.",
             stacklevel=5,
-        )
-
-
-def check_optimizer_is_prepared(run: Run) -> None:
-    """Checks before a backward pass that an optimizer is prepared where a plugin shards one.
-
-    Raises:
-        UsageError: if none is.
-    """
-    owner = run.owner(Claim.OPTIMIZER_STATE)
-    if owner is not None and not run.optimizers and run.backend.world_size > 1:
-        raise UsageError(
-            "No optimizer is prepared, and its state is to be sharded.",
-            where=f"accelerator.backward, plugin {owner.spec.name!r}",
-            why="gradients are reduced to the shards of a prepared optimizer; another one would use those of one rank",
-            fix="model, optimizer = accelerator.prepare(model, optimizer), before the first backward pass",
         )
