@@ -220,6 +220,28 @@ def test_a_thread_can_receive_while_another_one_sends():
     run_ranks(both_at_once, 2)
 
 
+def completed_by_another_thread() -> tuple[int, bool]:
+    operations, reading, read = new_group()._transport, threading.Event(), []
+
+    def consume(_: list[torch.Tensor]) -> None:
+        reading.set()
+        time.sleep(0.2)
+        read.append(True)
+
+    operation = operations._start("barrier", torch.empty(0), consume)
+    thread = threading.Thread(target=operation.wait)
+    thread.start()
+    reading.wait()
+    operation.wait()
+    seen = len(read)
+    thread.join()
+    return seen, operation.test()
+
+
+def test_nobody_goes_on_before_another_thread_has_read_what_was_sent():
+    assert run_ranks(completed_by_another_thread, 2) == [(1, True), (1, True)]
+
+
 def send_late(to_ended: bool) -> None:
     group = new_group(seconds=2)
     if dist.get_rank() == 1 and to_ended:

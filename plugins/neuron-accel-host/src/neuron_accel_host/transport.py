@@ -234,7 +234,7 @@ class Operation:
         transport: of the group.
         name: of the collective, for messages.
         kind: a number that is equal on all ranks.
-        consume: receives what the ranks have sent.
+        consume: receives what the ranks have sent; None from then on.
     """
 
     def __init__(self, transport: SharedMemory, name: str, kind: int, consume: Consume) -> None:
@@ -699,16 +699,17 @@ class SharedMemory:
         return operation.consume is None
 
     def _read(self, operation: Operation) -> None:
-        consume, operation.consume = operation.consume, None
+        consume = operation.consume
         self._under_way.popleft()
         assert consume is not None
         try:
             with _disable_current_modes():
                 consume([self._sent_by(place, operation) for place in range(len(self._ranks))])
-        except RuntimeError as error:
-            self._failure = str(error)
+        except BaseException as error:
+            self._failure = str(error) or type(error).__name__
             raise
         self._ledgers[self._index].complete(operation.number)
+        operation.consume = None  # at last: threads that wait look at it without the lock
 
     def _sent_by(self, place: int, operation: Operation) -> torch.Tensor:
         entry = self._ledgers[place].entry(operation.number)
