@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,13 @@ class Step:
         """The loss weighted by its number of items, and by the share of the batch's rows that are not repeats."""
         share = getattr(self._gradient_state.active_dataloader, "row_share", None)
         if num_items is None:
+            if self._run.data_parallel_size > 1 and loss.device.type == "cpu" and bool(loss.isnan()):
+                warnings.warn(
+                    "The loss of this data-parallel rank is NaN. If all of its labels are masked (-100), gradients are "
+                    "averaged as if it had samples: accelerator.backward(loss, num_items=(labels != -100).sum()) "
+                    "averages over the labels of all ranks.",
+                    stacklevel=5,
+                )
             return loss if share is None else loss * share.reshape(())
         if share is not None:  # a rank whose rows are all repeats has no items
             num_items = self.items.on_device(num_items) * (share > 0).reshape(())

@@ -142,6 +142,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 super().zero_grad(set_to_none)
             if self.lazy is not None:
                 self.lazy.after_zero_grad()
+            for watcher in self._run.watchers:
+                watcher.has_begun = False
 
     def state_dict(self) -> dict[str, Any]:
         """The state on this process. Where others have shards of it, it can be loaded again, but not be written to a

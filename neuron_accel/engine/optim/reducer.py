@@ -286,6 +286,7 @@ class BackwardWatcher:
 
     def __init__(self, owner: GradientOwner, records: Iterable[ParameterRecord], run: Run, *, overlap: bool = True):
         self._owner, self._run, self._overlap = owner, run, overlap
+        self.has_begun = False  # whether a pass has begun since gradients were set to zero
         self._action = run.join.register("a backward pass", self.take_part, flush=owner.flush)
         self._handles: list[Any] = []
         self._watch()
@@ -447,6 +448,7 @@ class BackwardWatcher:
         every = [owed or count > 0 for owed, count in zip(self._owed, missing, strict=True)]
         # With several watchers the order of completion depends on a rank's samples; at the end of the pass it is fixed.
         alone = not any(other._buckets for other in self._run.watchers if other is not self)
+        self.has_begun = True
         self._pass = _Pass(list(every if active is None else active), missing, self._overlap and alone)
         resumed = tuple(i for i in sorted(self._resting) if every[i])
         self._resting = {i for i, count in enumerate(missing) if not count}
@@ -511,11 +513,35 @@ class BackwardWatcher:
             self._complete(now or self._begin(self._owed))
 
     def flush(self) -> None:
-        """Sends gradients that arrived in passes that did not synchronise, if there are any."""
+        """Sends gradients that arrived in passes that did not synchronise, if there are any. Collective.
+
+        Raises:
+            UsageError: on every rank, if there was no pass, so that the loop has assigned gradients, and they differ.
+        """
         self.finish()
         self.follow()
         if self.unsynchronised:
             self._complete(self._begin(self._owed))
+        elif not any(each.has_begun for each in self._run.watchers) and self._owner.reduces_now:
+            self._check_assigned()
+
+    def _check_assigned(self) -> None:
+        run = self._run
+        group = run.group(*run.mesh.gradient_axes)
+        if group.size == 1 or run.backend.is_lazy or run.join.is_uneven:
+            return
+        self.has_begun = True  # checked until gradients are set to zero
+        parameters = [p for each in run.watchers for bucket in each._buckets for p in bucket.parameters]
+        gradients = [p.grad.detach().double() for p in parameters if p.grad is not None]
+        norms = run.backend.all_gather_object(sum(float(gradient.norm()) for gradient in gradients), group)
+        if max(norms) - min(norms) > 1e-6 * max(norms):  # False for NaN
+            raise UsageError(
+                "Gradients that no backward pass has reduced differ between data-parallel ranks.",
+                where="an optimizer step, or clipping, of gradients that the loop has assigned",
+                why="each rank would step with the gradients of its own samples, and their weights would drift apart",
+                fix='parameter.grad = accelerator.reduce(gradient, reduction="mean") for each parameter, or '
+                "accelerator.backward(loss) in place of torch.autograd.grad",
+            )
 
     def _complete(self, now: _Pass) -> None:
         if self._run.join.is_uneven:

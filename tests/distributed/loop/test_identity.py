@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from neuron_accel.errors import NeuronAccelError, UsageError
-from neuron_accel.testing import run_ranks
+from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.models import llama
 
 COMPOSITIONS = {
@@ -93,6 +93,39 @@ def test_loops_train_as_in_one_process(composition):
     for name, weights in alone().items():
         for key, value in weights.items():
             torch.testing.assert_close(found[name][key], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---- gradients that a loop assigns -----------------------------------------------------------------------------------
+def assigned_gradients(plugins, reduces):
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins})
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    trained(accelerator, model, optimizer)
+    parameters = list(model.parameters())
+    for x in batches(accelerator, 3):
+        gradients = torch.autograd.grad(model(x).square().mean(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = accelerator.reduce(gradient, reduction="mean") if reduces else gradient
+        accelerator.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("composition", ["data_parallel", "zero1"])
+def test_assigned_gradients_are_reduced_or_refused(composition):
+    plugins = COMPOSITIONS[composition]
+    alone, found = run_ranks(assigned_gradients, 1, [], False)[0], run_ranks(assigned_gradients, 2, plugins, True)
+    for state in found:
+        for key, value in alone.items():
+            torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6)
+    with pytest.raises(
+        RanksError, match=r"that no backward pass has reduced differ[\s\S]*accelerator\.reduce"
+    ) as raised:
+        run_ranks(assigned_gradients, 2, plugins, False)
+    assert len(raised.value.errors) == 2
 
 
 # ---- hooks that a strategy would lose --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -93,6 +94,28 @@ def test_the_mean_of_means_is_another_one(expected):
     """Without ``num_items`` the results differ, so that the tests above can fail."""
     _, norms = run_ranks(train_on_rank, 2, [], 1, True, by_item=False)[0]
     assert norms[0] != pytest.approx(expected[1][0], rel=2e-3)
+
+
+def masked_on_a_rank():
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator()
+    layer = accelerator.prepare(torch.nn.Linear(3, 3))
+    labels = torch.tensor([1, IGNORED if accelerator.process_index else 2])[-1:]
+    said = []
+    for given in (None, (labels != IGNORED).sum()):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.backward(torch.nn.functional.cross_entropy(layer(torch.ones(1, 3)), labels), num_items=given)
+        said.append([str(w.message) for w in caught if "num_items" in str(w.message)])
+    return said
+
+
+def test_a_rank_whose_labels_are_all_masked_is_told_what_to_give():
+    assert run_ranks(masked_on_a_rank, 2)[0] == [[], []]
+    (said,), silent = run_ranks(masked_on_a_rank, 2)[1]
+    assert "labels are masked" in said
+    assert silent == []
 
 
 def sgd_on_rank(plugins, counts):
