@@ -26,7 +26,10 @@ class WrappedForward:
         self.call, self.own, self.__signature__ = call, own, signature
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.call(module, self.own or MethodType(type(module).forward, module), *args, **kwargs)
+        own = self.own or MethodType(type(module).forward, module)
+        if isinstance(own, MethodType) and isinstance(own.__func__, WrappedForward):
+            own = MethodType(own.__func__, module)
+        return self.call(module, own, *args, **kwargs)
 
 
 def wrap_forward(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import pickle
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -34,6 +36,7 @@ from neuron_accel.strategies.pipeline.outputs import (
 )
 from neuron_accel.strategies.pipeline.p2p import P2P, RingShift
 from neuron_accel.strategies.pipeline.schedules import make_schedule
+from neuron_accel.strategies.pipeline.stubs import FirstStageLayer, Skipped
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, PreparedModel, Run
@@ -47,7 +50,7 @@ _ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logit
 
 
 class Pipeline:
-    """Runs a model whose stages are on several ranks. Called in place of the model's forward.
+    """Runs a model whose stages are on several ranks. Its :meth:`call` takes the place of the model's forward.
 
     Args:
         model: the model, of which this rank has its stages.
@@ -94,12 +97,39 @@ class Pipeline:
         self.most_in_flight = 0
         """The largest number of micro-batches whose activations this rank kept at a time in the last training step."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._check(kwargs)
-        if self._model.training and torch.is_grad_enabled():
-            return self._train(args, kwargs)
+    def call(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Is called in place of the forward of the model, and of a copy of it, which can be evaluated.
+
+        Args:
+            model: the model or its copy.
+            forward: its own forward.
+            args, kwargs: of the call.
+
+        Raises:
+            UsageError: for training of a copy, and for copies where a rank has several stages.
+        """
+        pipeline = self if model is self._model else self._of_copy(model, forward)
+        pipeline._check(kwargs)
+        if model.training and torch.is_grad_enabled():
+            return pipeline._train(args, kwargs)
         with torch.no_grad():
-            return self._evaluate(args, kwargs)
+            return pipeline._evaluate(args, kwargs)
+
+    def _of_copy(self, model: nn.Module, forward: Callable[..., Any]) -> Pipeline:
+        if len(self._stages) > 1 or (model.training and torch.is_grad_enabled()):
+            raise UsageError(
+                "This copy of a pipelined model cannot be called.",
+                why="with virtual_stages a copy has the layers of one of this rank's stages"
+                if len(self._stages) > 1
+                else "it was not prepared: no optimizer would step its weights",
+                fix="evaluate a copy in eval() mode and with virtual_stages=1, or load its weights into the prepared "
+                "model: model.load_state_dict(copied.state_dict())",
+            )
+        pipeline = copy.copy(self)
+        (stage,) = self._stages.values()
+        state = next(m.state for m in model.modules() if isinstance(m, (Skipped, FirstStageLayer)))
+        pipeline._model, pipeline._stages = model, {stage.index: replace(stage, forward=forward, state=state)}
+        return pipeline
 
     def _check(self, kwargs: dict[str, Any]) -> None:
         config = getattr(self._model, "config", None)

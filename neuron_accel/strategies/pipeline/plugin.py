@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -118,7 +117,7 @@ class PipelineParallelPlugin(PipelineOptions):
             UnsupportedModelError: if the model cannot be split, or not into this number of stages or at these blocks.
                 It is not changed then.
         """
-        from neuron_accel.contract import install_resize
+        from neuron_accel.contract import install_resize, wrap_forward
         from neuron_accel.strategies.pipeline.cuts import cut
         from neuron_accel.strategies.pipeline.pipeline import Pipeline
         from neuron_accel.strategies.pipeline.stage import make_stages
@@ -153,7 +152,7 @@ class PipelineParallelPlugin(PipelineOptions):
         )
         self.pipelines(run).append(pipeline)
         model.runs_backward, model.defers_gradients = True, self.schedule == "zero-bubble"
-        model.module.forward = _function(pipeline, inspect.signature(forward))  # type: ignore[method-assign]
+        wrap_forward(model.module, pipeline.call)
 
     def pipelines(self, run: Run) -> list[Pipeline]:
         """Returns the pipelines of a run, one for each prepared model."""
@@ -189,13 +188,3 @@ def stages_of_parameters(model: torch.nn.Module, stage_of: dict[str, int]) -> di
             part = part.rpartition(".")[0]
         result[name] = stage_of[part]
     return result
-
-
-def _function(pipeline: Pipeline, signature: inspect.Signature) -> Any:
-    """Returns a plain function, because later wrappers of forward (autocast) bind methods to the model."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return pipeline(*args, **kwargs)
-
-    forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect the model's arguments
-    return forward

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,7 +156,7 @@ def make_stages(
         places.append((Place(container, str(index), rest), options))
     for stage in own:
         last_block = blocks[stops[stage] - 1]
-        last_block.register_forward_hook(_remember_form(states[stage]))
+        last_block.register_forward_hook(functools.partial(_remember_form, states[stage]))
     places += _ends(model, stack, len(starts), own, states)
     for place, _ in places:
         place.put(place.rest)
@@ -185,12 +186,9 @@ def _blocks_of(blocks: list[nn.Module], start: int, stop: int, state: StageState
     return result
 
 
-def _remember_form(state: StageState) -> Callable[..., None]:
-    def remember(module: nn.Module, args: Any, output: Any) -> None:
-        state.as_tuple = isinstance(output, (tuple, list))
-        state.beside = tuple(output[1:]) if state.as_tuple else ()
-
-    return remember
+def _remember_form(state: StageState, module: nn.Module, args: Any, output: Any) -> None:
+    state.as_tuple = isinstance(output, (tuple, list))
+    state.beside = tuple(output[1:]) if state.as_tuple else ()
 
 
 def _ends(

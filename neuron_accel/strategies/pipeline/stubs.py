@@ -8,7 +8,7 @@ at its end the forward is left by an exception. Therefore no model has to be tra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -60,6 +60,19 @@ class StageState:
         """Whether the current forward has reached the stage's first block."""
         self.trying = False
         """Whether the current forward is to end after the stage's first block."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageState:
+        copied = StageState(self.last_block)
+        copied.as_tuple = self.as_tuple
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "A pipelined model cannot be pickled.",
+            why="this rank has some of its layers, and communicates with the ranks that have the others",
+            fix="copy.deepcopy(model) for evaluation; accelerator.save_model(model, folder) or get_state_dict(model) "
+            "for the full weights",
+        )
 
     def returned(self, values: Values) -> Any:
         """Returns ``values`` in the form in which a block returns them."""

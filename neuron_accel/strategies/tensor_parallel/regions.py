@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -224,15 +225,15 @@ def change_output(
 def gather_heads(tp_region: TpRegion, heads: HeadSplit | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that gathers attention weights [batch, heads / degree, query, key] of all ranks, in the order
     of the model and without padding."""
+    return functools.partial(_gather_heads, tp_region, heads)
 
-    def gather(weights: torch.Tensor) -> torch.Tensor:
-        full = gather_from_group(weights, tp_region.backend, tp_region.group, 1, grad="chunk")
-        if heads is None or (full.shape[1] == heads.count and heads.groups == 1):
-            return full
-        each = full.unflatten(1, (tp_region.group.size, heads.groups, -1)).transpose(1, 2).flatten(2, 3)
-        return each.narrow(2, 0, heads.count // heads.groups).flatten(1, 2)
 
-    return gather
+def _gather_heads(tp_region: TpRegion, heads: HeadSplit | None, weights: torch.Tensor) -> torch.Tensor:
+    full = gather_from_group(weights, tp_region.backend, tp_region.group, 1, grad="chunk")
+    if heads is None or (full.shape[1] == heads.count and heads.groups == 1):
+        return full
+    each = full.unflatten(1, (tp_region.group.size, heads.groups, -1)).transpose(1, 2).flatten(2, 3)
+    return each.narrow(2, 0, heads.count // heads.groups).flatten(1, 2)
 
 
 class _Fraction(torch.autograd.Function):

@@ -10,7 +10,7 @@ Source: Shoeybi et al. 2019 (the conjugate operators f and g), Korthikanti et al
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from neuron_accel.contract import (
     RankRandomness,
+    UsageError,
     chunk_to_group,
     copy_to_group,
     gather_from_group,
@@ -202,6 +203,14 @@ class TpRegion:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TpRegion:
         return self  # a copied model communicates in the same group
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "A tensor-parallel model cannot be pickled.",
+            why="this rank has shards of its weights, and communicates with the ranks that have the others",
+            fix="copy.deepcopy(model) for evaluation; accelerator.save_model(model, folder) or get_state_dict(model) "
+            "for the full weights",
+        )
 
     def enter(self, hidden: torch.Tensor, *, draws: bool, region: nn.Module | None = None) -> torch.Tensor:
         """Is called at the entry of a region. ``draws``: whether random numbers are drawn inside; ``region``: the

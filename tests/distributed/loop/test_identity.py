@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -126,6 +128,49 @@ def test_assigned_gradients_are_reduced_or_refused(composition):
     ) as raised:
         run_ranks(assigned_gradients, 2, plugins, False)
     assert len(raised.value.errors) == 2
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+def moving_average(plugins, mixed_precision):
+    """An average of weights in a copy of the model, and what the copy computes with it."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(config={"plugins": plugins}, mixed_precision=mixed_precision)
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    batch = dict.fromkeys(["input_ids", "labels"], torch.arange(8).repeat(2, 1))
+    average = copy.deepcopy(model).eval()
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    with torch.no_grad():
+        for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(weight, 0.5)
+        losses = [float(average(**batch).loss), float(model.eval()(**batch).loss)]
+    refused = None
+    try:
+        pickle.dumps(average)
+    except NeuronAccelError as error:
+        refused = str(error)
+    return losses, refused
+
+
+@pytest.mark.parametrize("mixed_precision", [None, "bf16"])
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        [{"model_parallelism": {"tensor_parallel_size": 2}}],
+        [{"model_parallelism": {"tensor_parallel_size": 2}}, "sequence_parallel"],
+        [{"model_parallelism": {"pipeline_parallel_size": 2}}],
+    ],
+    ids=["tp2", "sp2", "pp2"],
+)
+def test_a_copy_computes_with_its_own_weights(plugins, mixed_precision):
+    (expected, refused), tolerance = run_ranks(moving_average, 1, [], None)[0], 2e-2 if mixed_precision else 1e-5
+    assert abs(expected[0] - expected[1]) > 0.1
+    assert refused is None
+    for losses, refused in run_ranks(moving_average, 2, plugins, mixed_precision):
+        assert losses == pytest.approx(expected, rel=tolerance)
+        assert "cannot be pickled" in refused
 
 
 # ---- hooks that a strategy would lose --------------------------------------------------------------------------------
