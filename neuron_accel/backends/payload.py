@@ -71,7 +71,7 @@ def gather(value: Any, group: Any, join: Callable[[Any, Any], Any] | None = None
     which do not wait for it: a list, or all joined in pairs, in the order of ranks.
 
     Raises:
-        CommunicationError: on the receiving rank, if an object is larger than :data:`LARGEST_OBJECT`.
+        CommunicationError: on the sending and the receiving rank, if an object is larger than :data:`LARGEST_OBJECT`.
     """
     rank, size, distance = group.rank(), group.size(), 1
     if join is None:
@@ -80,16 +80,25 @@ def gather(value: Any, group: Any, join: Callable[[Any, Any], Any] | None = None
         if rank % (2 * distance):
             return _send(value, rank - distance, group)
         if rank + distance < size:
-            value = join(value, _receive(rank + distance, group))
+            try:
+                value = join(value, _receive(rank + distance, group))
+            except CommunicationError:  # those that wait for this rank refuse too
+                if rank:
+                    _announce(LARGEST_OBJECT + 1, b"", rank - (rank & -rank), group)
+                raise
         distance *= 2
     return value
 
 
+def _announce(size: int, first: bytes, target: int, group: Any) -> None:
+    group.send([pack(size.to_bytes(8, "little") + first, 8 + _SMALL)], target, _OF_GATHERS).wait()
+
+
 def _send(value: Any, target: int, group: Any) -> None:
-    """Sends an object: its size and first bytes, which is all of a small one, and the rest."""
+    """Sends an object: its size and first bytes, which is all of a small one, and the rest, unless it is too large."""
     data = dump(value)
-    group.send([pack(len(data).to_bytes(8, "little") + data[:_SMALL], 8 + _SMALL)], target, _OF_GATHERS).wait()
-    if len(data) > _SMALL:
+    _announce(len(data), data[:_SMALL], target, group)
+    if _checked(len(data), group.rank()) > _SMALL:
         group.send([pack(data[_SMALL:], len(data) - _SMALL)], target, _OF_GATHERS).wait()
 
 

@@ -7,6 +7,7 @@ Checksums detect damage, but a file may also have been written by another progra
 from __future__ import annotations
 
 import copy
+import operator
 import random
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -163,7 +164,7 @@ def check_random(state: Any, device: DeviceGenerator) -> None:
     """
     try:
         version, words, extra = state["python"]
-        random.Random().setstate((version, tuple(words), extra))
+        random.Random().setstate((version, tuple(map(operator.index, words)), extra))
         kind, keys, position, *_ = state["numpy"]
         if kind != "MT19937" or np.shape(keys) != (_WORDS,) or not 0 <= position <= _WORDS:
             raise ValueError("numpy's state is that of another generator")

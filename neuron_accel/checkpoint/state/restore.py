@@ -78,9 +78,6 @@ class Restored:
     def _decode(self, state: Mapping[str, Any], tensor: Callable[[str], torch.Tensor], info: Mapping[str, Any]) -> None:
         run = self._training.run
 
-        def decoded(kind: str) -> list[Any]:
-            return [decode(each, tensor, f"{kind} {i}") for i, each in enumerate(state[kind])]
-
         self.plugin_forms = _forms(state.get("plugin_forms", {}))
         self.counters = check_counters(state["counters"])
         self.optimizers = [
@@ -97,17 +94,18 @@ class Restored:
             [decode(each["state"], tensor, f"{kind} {i}") for i, each in enumerate(state[kind])]
             for kind in ("schedulers", "custom")
         )
-        self._loaders = decoded("loaders")
+        self._loaders = [decode(each, tensor, f"loaders {i}") for i, each in enumerate(state["loaders"])]
         self._scaler = decode(state["scaler"], tensor, "scaler")
         self._plugins = {name: decode(o, tensor, f"plugin {name}") for name, o in state.get("plugins", {}).items()}
-        random, saved_mesh = decoded("random"), mesh_from(info["mesh"])
-        if saved_mesh.world_size != len(random):  # also limits the size of the mesh to that of the file
-            raise ValueError(f"a mesh of {saved_mesh.world_size} ranks, and {len(random)} states of random numbers")
+        states, saved_mesh = state["random"], mesh_from(info["mesh"])
+        if saved_mesh.world_size != len(states):  # also limits the size of the mesh to that of the file
+            raise ValueError(f"a mesh of {saved_mesh.world_size} ranks, and {len(states)} states of random numbers")
         own = state["buffers"][run.backend.rank] if saved_mesh == run.mesh else {}
         self._buffers = check_by_name(
             decode(own, tensor, "buffers"), "buffers", fit=lambda value: isinstance(value, torch.Tensor)
         )
-        self._random = state_for(random, saved_mesh, run.mesh, run.backend.rank)
+        saved_rank, newcomer = state_for(saved_mesh, run.mesh, run.backend.rank)
+        self._random = decode(states[saved_rank], tensor, f"random {saved_rank}"), newcomer
 
     def _check(self) -> None:
         """Checks that the state fits the objects."""

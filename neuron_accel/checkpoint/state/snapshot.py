@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -29,7 +29,6 @@ from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
-    from neuron_accel.backends.group import Group
     from neuron_accel.engine.runtime.run import PreparedModel, Run
     from neuron_accel.engine.sharding.parameters import ParameterRecord
 
@@ -381,8 +380,9 @@ def check_equal(items: Sequence[Item], run: Run) -> None:
             values = run.backend.to_host(torch.stack([digests[i] for i in on_device]))
             for i, value in zip(on_device, values, strict=True):
                 digests[i] = tuple(value.view(torch.int32).tolist())
-    everyone = run.backend.all_gather_object(list(zip(mine, digests, strict=True)), group) if group.size > 1 else []
-    agreed(run, lambda: _compare(everyone, group))
+    held = {(key, at): (run.backend.rank, digest, of) for (key, at, of), digest in zip(mine, digests, strict=True)}
+    differs = run.backend.gather_object((held, None), group, _joined) if group.size > 1 else None
+    agreed(run, lambda: _refuse(*differs[1]) if differs is not None and differs[1] else None)
 
 
 def _digest(item: Item, run: Run) -> Any:
@@ -392,23 +392,32 @@ def _digest(item: Item, run: Run) -> Any:
     return torch.stack([values.sum(), (values * values).sum()])
 
 
-def _compare(everyone: list[Any], group: Group) -> None:
-    first: dict[tuple[str, tuple[int, ...]], tuple[int, Any]] = {}
-    for rank, theirs in zip(group.ranks, everyone, strict=True) if everyone else ():
-        for (key, at, (kind, collection, name)), digest in theirs:
-            other, expected = first.setdefault((key, at), (rank, digest))
-            if digest != expected:
-                what = {"model": "parameter", "optimizer": "the optimizer's state of parameter"}.get(kind, collection)
-                raise CheckpointError(
-                    f"Ranks {other} and {rank} have different values of {what} {name!r}, and a checkpoint keeps one.",
-                    where="save_state",
-                    why="the ranks took steps without reducing gradients: inside `no_sync`, or because the plugin that "
-                    "owns gradient_reduction does not reduce at every step; the values of different ranks would not "
-                    "belong together",
-                    fix="make them equal before saving (a plugin: in `before_save`), let the plugin add an axis of "
-                    "kind AxisKind.REPLICA, for which a checkpoint has a copy of each replica, or call "
-                    "`save_state(check_equal=False)` to save without this check",
-                )
+_Held = tuple[dict[Any, tuple[int, Any, tuple[Any, ...]]], Any]
+"""By value: the first rank that has it, its digest there and what it is; and two ranks that differ, with what in."""
+
+
+def _joined(one: _Held, other: _Held) -> _Held:
+    """Joins the digests of ranks with those of higher ranks, in the first."""
+    held, differs = one[0], one[1]
+    for key, (rank, digest, of) in other[0].items():
+        first, expected, _ = held.setdefault(key, (rank, digest, of))
+        if digest != expected and differs is None:
+            differs = first, rank, *of
+    return held, differs or other[1]
+
+
+def _refuse(other: int, rank: int, kind: str, collection: str, name: str) -> NoReturn:
+    what = {"model": "parameter", "optimizer": "the optimizer's state of parameter"}.get(kind, collection)
+    raise CheckpointError(
+        f"Ranks {other} and {rank} have different values of {what} {name!r}, and a checkpoint keeps one.",
+        where="save_state",
+        why="the ranks took steps without reducing gradients: inside `no_sync`, or because the plugin that "
+        "owns gradient_reduction does not reduce at every step; the values of different ranks would not "
+        "belong together",
+        fix="make them equal before saving (a plugin: in `before_save`), let the plugin add an axis of "
+        "kind AxisKind.REPLICA, for which a checkpoint has a copy of each replica, or call "
+        "`save_state(check_equal=False)` to save without this check",
+    )
 
 
 def _buffers_before(items: list[Item], stages: tuple[str, ...], run: Run) -> set[str]:

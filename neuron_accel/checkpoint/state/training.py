@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import operator
 import os
 import random
 import time
@@ -343,7 +344,9 @@ _ODD = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio, so that seeds of
 def random_state(device: DeviceGenerator) -> dict[str, Any]:
     """Returns the state of the default generators of Python, numpy and torch, and of the device's generator if it has
     one."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    version, words, extra = random.getstate()
+    python = (version, np.asarray(words, dtype=np.uint32), extra)
+    state = {"python": python, "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if device.apart:
         state["device"] = device.get_state()
     return state
@@ -353,7 +356,7 @@ def set_random_state(state: dict[str, Any], device: DeviceGenerator) -> None:
     """Inverse of :func:`random_state`. If the state has none for the device's generator, the generator is seeded with a
     number that is computed from the rest of the state."""
     version, words, extra = state["python"]
-    random.setstate((version, tuple(words), extra))
+    random.setstate((version, tuple(map(operator.index, words)), extra))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if device.apart:
@@ -364,22 +367,22 @@ def set_random_state(state: dict[str, Any], device: DeviceGenerator) -> None:
             torch.set_rng_state(state["torch"])
 
 
-def state_for(states: list[dict[str, Any]], saved: Mesh, mesh: Mesh, rank: int) -> tuple[dict[str, Any], int | None]:
-    """Returns the saved state with which a rank continues.
+def state_for(saved: Mesh, mesh: Mesh, rank: int) -> tuple[int, int | None]:
+    """Returns which saved rank's state a rank continues with.
 
     If the mesh is the saved one, each rank gets its own state. Otherwise ranks that read the same samples must draw the
     same numbers, so a data-parallel rank gets the state of the saved rank with that data-parallel index and index 0
     along all other axes.
 
     Returns:
-        The state; and the data-parallel rank if the saved mesh did not have it, else None. In that case the rank calls
-        :func:`reseed` with this number, so that it does not draw the numbers of another rank.
+        The saved rank; and the data-parallel rank if the saved mesh did not have it, else None. In that case the rank
+        calls :func:`reseed` with this number, so that it does not draw the numbers of another rank.
     """
     if saved == mesh:
-        return states[rank], None
+        return rank, None
     index = mesh.position(rank, mesh.data_axes)
     rows = saved.groups(*saved.data_axes)[0]
-    return states[rows[index % len(rows)]], index if index >= len(rows) else None
+    return rows[index % len(rows)], index if index >= len(rows) else None
 
 
 def reseed(index: int, device: DeviceGenerator) -> None:

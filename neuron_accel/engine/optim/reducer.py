@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MEET_S = 300.0
 """Time in seconds for which a rank on which a parameter has begun to train waits for the others to notice the same."""
+LOOK_S, LOOKS_A_SECOND = 0.001, 2000
+"""Seconds between two looks of such a rank, at first, and how often all of them look together after a while."""
 
 
 class GradientReducer:
@@ -652,10 +654,15 @@ class Trainable:
         """
         if self._group.size == 1 or self._run.join.is_uneven:
             return  # ranks with data tell the others which parameters train
-        names = [record.fqn for record in begun]
-        everyone = self._run.backend.all_gather_object(names, self._group) if meets else self._meet(names)
+        backend, names = self._run.backend, sorted(record.fqn for record in begun)
+        if not meets:
+            self._meet(names[0])
+        same = backend.gather_object(names, self._group, lambda one, other: one if one == other else None)
+        if not backend.broadcast_object(same is None, self._group):
+            return
+        everyone = backend.all_gather_object(names, self._group)  # to explain it
         differs = sorted(set().union(*everyone).difference(set(everyone[0]).intersection(*everyone)))
-        if differs:
+        if differs:  # unless no other rank exists
             ranks = [rank for rank, mine in zip(self._group.ranks, everyone, strict=True) if differs[0] in mine]
             raise self._differs(differs[0], ranks, f"{len(differs)} such parameters")
 
@@ -666,21 +673,22 @@ class Trainable:
             self.check([r for index in resumed for r in buckets[index].records if r.trains], meets=False)
             self._agreed.add(resumed)
 
-    def _meet(self, names: list[str]) -> list[list[str]]:
-        """Waits until all ranks have noticed that parameters begin to train, and returns the names of each rank."""
-        board, key = self._run.backend.board(), "trains/" + ",".join(map(str, self._group.ranks))
-        board.put(f"{key}/{self._group.index}", b"begun")
-        end, missing = time.monotonic() + MEET_S, list(range(self._group.size))
-        try:
-            while missing := [index for index in missing if board.get(f"{key}/{index}") != b"begun"]:
-                if time.monotonic() > end:
-                    here = [rank for index, rank in enumerate(self._group.ranks) if index not in missing]
-                    raise self._differs(names[0], here, f"the others have not noticed any for {MEET_S:g} s")
-                time.sleep(0.001)
-            # Also a barrier: all ranks have read all notes before any rank removes its own.
-            return self._run.backend.all_gather_object(names, self._group)
-        finally:
-            board.put(f"{key}/{self._group.index}", b"")
+    def _meet(self, name: str) -> None:
+        """Waits until all ranks have noticed that parameters begin to train, of which ``name`` is one."""
+        board, group = self._run.backend.board(), self._group
+        key = f"trains/{group.ranks[0]}-{group.ranks[-1]}/{group.size}"
+        number = (board.add(key, 1) - 1) // group.size  # of this meeting: no rank comes to another before all have come
+        note, all_here = b"%d" % number, (number + 1) * group.size
+        board.put(f"{key}/{group.index}", note)
+        end, pause = time.monotonic() + MEET_S, LOOK_S
+        while board.add(key, 0) < all_here:
+            if time.monotonic() > end:
+                board.add(key, -1)
+                notes = board.get_all([f"{key}/{index}" for index in range(group.size)])
+                here = [rank for rank, each in zip(group.ranks, notes, strict=True) if each == note]
+                raise self._differs(name, here, f"the others have not noticed any for {MEET_S:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, max(0.02, group.size / LOOKS_A_SECOND))
 
     def _differs(self, name: str, ranks: Sequence[int], more: str) -> DesyncError:
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -281,17 +281,14 @@ def agree_on_plan(decide: Callable[[], Plan], backend: Backend) -> Plan:
     """
     plan: Plan | None = None
     failure: Exception | None = None
+    message: str | None = None
     try:
         plan = decide()
-        mine: tuple[str, str | None] = (plan.fingerprint(), None)
     except Exception as error:
-        failure, mine = error, ("", f"{type(error).__name__}: {error}")
+        failure, message = error, f"{type(error).__name__}: {error}"
     world = backend.new_group([range(backend.world_size)], "world")
-    everyone = backend.gather_object(mine, world) or []
-    odd = next((rank for rank, (_, message) in enumerate(everyone) if message is not None), None)
-    if odd is None:
-        odd = next((rank for rank, each in enumerate(everyone) if each != everyone[0]), None)
-    odd, message = backend.broadcast_object((odd, None if odd is None else everyone[odd][1]), world)
+    mine = backend.rank, plan and plan.fingerprint(), None if plan else backend.rank, message
+    _, _, odd, message = backend.broadcast_object(backend.gather_object(mine, world, _first_odd) or mine, world)
     if failure is not None:
         raise failure
     assert plan is not None
@@ -308,3 +305,12 @@ def agree_on_plan(decide: Callable[[], Plan], backend: Backend) -> Plan:
         why="ranks that follow different plans wait for each other forever",
         fix="give every rank the same plugins and options",
     )
+
+
+def _first_odd(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Joins what ranks and higher ranks say of their plans: the first rank, its fingerprint, and the first rank that
+    has another one or, with a message, none."""
+    failed = next((each for each in (one, other) if each[3] is not None), None)
+    if failed is not None or one[2] is not None:
+        return failed or one
+    return *one[:2], other[2] if one[1] == other[1] else other[0], None

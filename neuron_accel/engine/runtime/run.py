@@ -465,8 +465,7 @@ def agreed(run: Run, work: Callable[[], T]) -> T:
         failed = NeuronAccelError(f"Rank {run.backend.rank} failed: {error!r}", why="no rank continues if one fails")
     first = failed
     if run.world.size > 1:
-        failures = run.backend.gather_object(failed, run.world)
-        first = next((e for e in failures or () if e is not None), None)
+        first = run.backend.gather_object(failed, run.world, lambda one, other: other if one is None else one)
         first = run.backend.broadcast_object(first, run.world)
     if first is not None:
         raise error if error is not None else first

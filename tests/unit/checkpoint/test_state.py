@@ -168,17 +168,11 @@ def mesh(**degrees):
 
 def test_ranks_of_another_mesh_restore_shared_generators():
     saved = mesh(dp=2, tp=2)
-    states = [{"rank": rank} for rank in range(4)]
-    assert [state_for(states, saved, saved, rank)[0]["rank"] for rank in range(4)] == [0, 1, 2, 3]
+    assert [state_for(saved, saved, rank)[0] for rank in range(4)] == [0, 1, 2, 3]
     wide = mesh(dp=2, tp=4)
-    assert [state_for(states, saved, wide, rank)[0]["rank"] for rank in range(8)] == [0, 0, 0, 0, 2, 2, 2, 2]
+    assert [state_for(saved, wide, rank)[0] for rank in range(8)] == [0, 0, 0, 0, 2, 2, 2, 2]
     more = mesh(dp=4, tp=1)
-    assert [(s["rank"], n) for s, n in (state_for(states, saved, more, r) for r in range(4))] == [
-        (0, None),
-        (2, None),
-        (0, 2),
-        (2, 3),
-    ]
+    assert [state_for(saved, more, rank) for rank in range(4)] == [(0, None), (2, None), (0, 2), (2, 3)]
 
 
 def test_ranks_without_saved_generators_draw_other_numbers():
