@@ -1,7 +1,10 @@
 """What each rank of a large world does, counted in one process, with the product's own code.
 
-Usage: ``python -m benchmarks.ranks [--world 8,64,512,4096] [--alarms N]``. Every rank is an object of this process,
-and the store counts what is asked of it.
+Usage: ``python -m benchmarks.ranks [--world 8,64,512,4096] [--alarms N]``. Every rank is an object or a thread of this
+process, and the store, the network and the file system count what is asked of them.
+
+A part of a run is a line: the largest count of a rank other than the main process, and in parentheses that of the main
+process and that of all ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.world import play, step
 from neuron_accel.backends.board import LocalBoard
 from neuron_accel.checkpoint.format.files import checksums_of, number_of_blocks
 from neuron_accel.checkpoint.format.index import INDEX, IndexPart, index_checkpoint
@@ -34,8 +38,11 @@ from neuron_accel.engine.sharding.layout import Layout
 from neuron_accel.engine.shards.partition import even
 from neuron_accel.loop import watchdog
 from neuron_accel.loop.watchdog import CollectiveWatchdog
+from neuron_accel.strategies.fully_sharded.plugin import FullyShardedPlugin
 
 WORLDS = (8, 64, 512, 4096)
+MOST_SAVED = 512
+"""Ranks of a run that also saves and loads. Together they read the manifest as often as there are ranks."""
 
 
 # ---- an alarm --------------------------------------------------------------------------------------------------------
@@ -317,7 +324,14 @@ def main() -> None:
     parser.add_argument("--world", default=",".join(map(str, WORLDS)), help="numbers of ranks")
     parser.add_argument("--alarms", type=int, default=0, help="so many alarms of worlds of 2 to 12 ranks")
     options = parser.parse_args()
+    plugins: Callable[[], list[Any]] = lambda: [FullyShardedPlugin(modules="*")]  # noqa: E731
+    with tempfile.TemporaryDirectory() as folder:
+        play(plugins, 2, Path(folder))  # imports what is imported when it is needed
     for size in map(int, options.world.split(",")):
+        print(f"{size} ranks: collectives of a rank in a step: {dict(step(plugins(), size))}")
+        with tempfile.TemporaryDirectory() as folder:
+            for name, part in play(plugins, size, Path(folder), loads=size <= MOST_SAVED).items():
+                print(f"    {name}: {part}", flush=True)
         slow = World(size, 0).call(20.0)
         counts = slow.operations.values()
         print(
