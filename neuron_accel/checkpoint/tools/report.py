@@ -7,10 +7,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from neuron_accel.checkpoint.format.files import read_bytes
-from neuron_accel.checkpoint.format.index import Index, index_checkpoint
+from neuron_accel.checkpoint.format.index import INDEX, Index, index_checkpoint
 from neuron_accel.checkpoint.format.manifest import Manifest, check_file, locate, read_manifest, replicas_in
 from neuron_accel.checkpoint.format.source import SourceTensor
 from neuron_accel.checkpoint.format.tensorfile import model_collection
@@ -144,8 +145,44 @@ def verify(folder: Location, progress: Callable[[str], None] = lambda path: None
         held = {(c, t.name) for c in copies[0].collections for t in copies[0].tensors(c)}
         lacking = sorted(held - {(c, t.name) for c in other.collections for t in other.tensors(c)})
         wrong += [f"Replica {number} has no copy of {name!r} in {collection}." for collection, name in lacking]
+    if manifest.of_kind(INDEX):
+        wrong += [
+            line for number, copy in enumerate(copies) for line in _against_headers(folder, manifest, copy, number)
+        ]
     index = copies[0]
     return wrong + _against_model(index) + _against_config(folder, manifest, index)
+
+
+def _against_headers(folder: Location, manifest: Manifest, index: Index, replica: int) -> list[str]:
+    """Checks that the index says of each tensor what the headers of the files do."""
+    files = {relative: entry for relative, entry in manifest.files.items() if entry.kind != INDEX}
+    try:
+        headers = index_checkpoint(folder, replace(manifest, files=files), replica=replica)
+    except NeuronAccelError as error:
+        return [str(error)]
+    said, held = _places(index), _places(headers)
+    return [
+        f"The index says of {name!r} in {collection} what the headers of the files do not."
+        for collection, name in sorted(said.keys() | held.keys())
+        if said.get((collection, name)) != held.get((collection, name))
+    ]
+
+
+def _places(index: Index) -> dict[tuple[str, str], Any]:
+    """Layout and chunks of each tensor, by collection and name."""
+
+    def chunks(tensor: SourceTensor, part: Any) -> set[tuple[Any, ...]]:
+        inside = part.within(0, math.prod(tensor.layout.local_shape))
+        return {(each.start, each.stop, str(each.path), each.offset) for each in inside}
+
+    return {
+        (collection, tensor.name): (
+            tensor.layout,
+            {place: set().union(*(chunks(tensor, part) for part in parts)) for place, parts in tensor.parts.items()},
+        )
+        for collection in index.collections
+        for tensor in index.tensors(collection)
+    }
 
 
 def _against_model(index: Index) -> list[str]:
