@@ -89,3 +89,14 @@ def test_more_than_the_limit_is_refused_before_memory_is_allocated(announced):
         with pytest.raises(CommunicationError, match=f"Rank 1 of the group sends an object of {announced} bytes"):
             exchange(group)
         assert group.exchanges == 1
+
+
+@pytest.mark.parametrize("join", [None, lambda one, other: one])
+def test_who_sends_more_than_the_limit_refuses_it_too_and_sends_no_more(join, monkeypatch):
+    monkeypatch.setattr(payload, "LARGEST_OBJECT", 1000)
+    group = Queue(1)
+    with pytest.raises(CommunicationError, match="Rank 1 of the group sends an object"):
+        payload.gather("x" * 2000, group, join)
+    assert len(group.messages) == 1  # which says how much it would be
+    with pytest.raises(CommunicationError, match="Rank 1 of the group sends an object"):
+        payload.gather("mine", Queue(0, *group.messages), join)
