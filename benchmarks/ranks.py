@@ -314,7 +314,7 @@ def checkpoint(model: Model, ranks: int, folder: Path) -> Load:
     counted, world = Counter[str](), SimpleNamespace(world=SimpleNamespace(index=rank, size=ranks))
     count = {name: lambda *_, name=name: counted.update([name]) for name in ("check_size", "check_block")}
     with mock.patch.multiple(load_module, **count):
-        load_module._check_files(folder, read_manifest(folder), world)  # type: ignore[arg-type]
+        load_module._checked(folder, world)  # type: ignore[arg-type]
     load.stats = counted["check_size"]
     return load
 

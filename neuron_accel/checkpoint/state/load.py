@@ -144,29 +144,25 @@ def load(
     """
     run = training.run
 
-    def opened() -> tuple[Manifest, Index, Mapping[int, int], Restored] | None:
-        if is_pretrained(folder):
-            return None
-        manifest = read_manifest(folder)
-        _check_files(folder, manifest, run, checksums=verify)
+    def opened(manifest: Manifest) -> tuple[Index, Restored, list[Need]]:
         # If the number of replicas has changed, the copies are assigned to replicas in turn.
         replica = run.mesh.replica(run.backend.rank) % replicas_in(manifest)
         index = index_checkpoint(folder, manifest, replica=replica)
         numbers = match_models(training.models, index, models_of(manifest))
-        return manifest, index, numbers, _restored(training, folder, manifest, files, numbers, replica)
+        restored = _restored(training, folder, manifest, files, numbers, replica)
+        return index, restored, [*_all_needs(training, index, numbers), *_plugin_needs(restored, index, run)]
 
     def read(needs: list[Need], index: Index, restored: Restored) -> None:
         _reset_states(training, index, restored)
         fulfil(needs, files, run, threads_of(run, folder))
 
     with FileRanges() as files:
-        if (found := agreed(run, opened)) is None:
+        if (manifest := agreed(run, lambda: _checked(folder, run, checksums=verify))) is None:
             if (main := training.main_model()) is not None:
                 load_weights(main, folder, run)
             refresh_masters(training.optimizers, run)
             return {}, {}
-        manifest, index, numbers, restored = found
-        needs = agreed(run, lambda: [*_all_needs(training, index, numbers), *_plugin_needs(restored, index, run)])
+        index, restored, needs = agreed(run, lambda: opened(manifest))
         agreed(run, lambda: read(needs, index, restored))
     refresh_masters(training.optimizers, run, index)
     restored.apply()
@@ -192,17 +188,17 @@ def load_weights(
 
     models = [model] if among is None else among
 
-    def indexed() -> tuple[Index, int]:
-        if is_pretrained(folder):
-            return pretrained_index(model, folder), 0
-        manifest = read_manifest(folder)
-        _check_files(folder, manifest, run)
-        index = index_checkpoint(folder, manifest, ("model",))
-        numbers = match_models(models, index, models_of(manifest))
-        return index, numbers.get(next(i for i, each in enumerate(models) if each is model), 0)
+    def needed(manifest: Manifest | None) -> list[Need]:
+        if manifest is None:
+            index, number = pretrained_index(model, folder), 0
+        else:
+            index = index_checkpoint(folder, manifest, ("model",))
+            numbers = match_models(models, index, models_of(manifest))
+            number = numbers.get(next(i for i, each in enumerate(models) if each is model), 0)
+        return list(_model_needs(model, index, number, may_lack_added=True))
 
-    index, number = agreed(run, indexed)
-    needs = agreed(run, lambda: list(_model_needs(model, index, number, may_lack_added=True)))
+    manifest = agreed(run, lambda: _checked(folder, run))
+    needs = agreed(run, lambda: needed(manifest))
     with FileRanges() as files:
         agreed(run, lambda: fulfil(needs, files, run, threads_of(run, folder)))
 
@@ -262,8 +258,12 @@ def pretrained_index(model: PreparedModel, folder: Location) -> Index:
     )
 
 
-def _check_files(folder: Location, manifest: Manifest, run: Run, *, checksums: bool = True) -> None:
-    """Checks the sizes of the files, and the ``checksums`` of the blocks, that are assigned to this rank."""
+def _checked(folder: Location, run: Run, *, checksums: bool = True) -> Manifest | None:
+    """Returns the manifest, after the sizes of the files, and the ``checksums`` of the blocks, that are assigned to
+    this rank have been checked; None for a folder of transformers."""
+    if is_pretrained(folder):
+        return None
+    manifest = read_manifest(folder)
     entries, threads = sorted(manifest.files.items()), threads_of(run, folder)
     sized = entries[run.world.index :: run.world.size]
     for _ in in_order(lambda e: check_size(folder, *e), sized, threads if isinstance(folder, RemotePath) else 1):
@@ -272,6 +272,7 @@ def _check_files(folder: Location, manifest: Manifest, run: Run, *, checksums: b
     blocks = [(relative, entry, b) for relative, entry in entries for b in range(count(entry.size))]
     for _ in in_order(lambda b: check_block(folder, *b), blocks[run.world.index :: run.world.size], threads):
         pass
+    return manifest
 
 
 def _restored(
