@@ -34,7 +34,7 @@ from neuron_accel.checkpoint.state.training import TrainingObjects
 from neuron_accel.engine.optim.reducer import Trainable
 from neuron_accel.engine.plan.registry import default_registry
 from neuron_accel.engine.runtime.run import Run
-from neuron_accel.loop import prepare
+from neuron_accel.loop import prepare, unprepared
 from neuron_accel.loop.interruption import Interruption
 from neuron_accel.loop.start import begin
 
@@ -383,6 +383,7 @@ def play(
             mock.patch.object(process_group, "dist", network),
             mock.patch.object(dist.distributed_c10d, "_get_default_store", network.default_store),
             mock.patch.object(process_group, "let_threads_finish"),
+            mock.patch.object(unprepared, "register_optimizer_step_pre_hook"),  # of all optimizers of all threads
             mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(size)}),
             _counted_files(network),
         ):
