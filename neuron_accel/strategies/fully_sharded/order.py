@@ -140,12 +140,15 @@ class UnitOrder:
         self._raise(calls)
 
     def _raise(self, calls: dict[int, str]) -> NoReturn:
+        method = next((unit for unit in calls.values() if unit.startswith("`")), None)  # of the accelerator
         raise DesyncError(
             "Data-parallel ranks do not make the same calls, and parameters of the model are sharded over them.",
             where=f"plugin {self._plugin!r}; "
             + "; ".join(f"rank {rank} calls {unit}" for rank, unit in sorted(calls.items())),
             why="a call of a module gathers its parameters, in which every rank has to take part",
-            fix="let all ranks call the same modules in the same order and equally often (loaders with "
+            fix=f"call {method} on every rank; where its result is used, ask `accelerator.is_main_process`"
+            if method is not None
+            else "let all ranks call the same modules in the same order and equally often (loaders with "
             "even_batches=True, `generate` with synced_gpus=True), and multiply the output by 0 where one is not "
             "needed, or use ZeRO-1 (Zero1Plugin), whose ranks may leave out modules",
         )

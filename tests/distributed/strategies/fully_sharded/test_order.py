@@ -166,6 +166,7 @@ def test_a_forward_pass_while_another_rank_waits_for_all(passes, how, tmp_path):
     assert "DesyncError: Data-parallel ranks do not make the same calls" in text
     assert f"calls `{call}`" in text
     assert "calls the forward pass of 'Branches'" in text
+    assert f"fix: call `{call}` on every rank" in text
 
 
 def called_later_on_one_rank():
