@@ -530,10 +530,10 @@ class BackwardWatcher:
     def _check_assigned(self) -> None:
         run = self._run
         group = run.group(*run.mesh.gradient_axes)
-        if group.size == 1 or run.backend.is_lazy or run.join.is_uneven:
+        parameters = [p for each in run.watchers for bucket in each._buckets for p in bucket.parameters]
+        if not parameters or group.size == 1 or run.backend.is_lazy or run.join.is_uneven:
             return
         self.has_begun = True  # checked until gradients are set to zero
-        parameters = [p for each in run.watchers for bucket in each._buckets for p in bucket.parameters]
         gradients = [p.grad.detach().double() for p in parameters if p.grad is not None]
         norms = run.backend.all_gather_object(sum(float(gradient.norm()) for gradient in gradients), group)
         if max(norms) - min(norms) > 1e-6 * max(norms):  # False for NaN
