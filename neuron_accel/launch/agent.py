@@ -118,7 +118,7 @@ class RankLogs(LogsSpecs):
             destination.tee_stderrs[local_rank] = destination.stderrs[local_rank]
 
     def reports(self) -> dict[int, str]:
-        """What ranks have last said of ranks that they wait for."""
+        """What ranks say of ranks that they wait for."""
         found = {}
         for rank, folder in list(self.notes.items()):
             with contextlib.suppress(OSError):
@@ -157,10 +157,10 @@ class SilentExits:
         gone: dict[Path, float] = {}
         told: dict[int, str] = {}
         while not self._over.wait(1.0):
-            for rank, report in self._logs.reports().items():
-                if report and told.get(rank) != report and rank not in self._logs.shown:
+            before, told = told, self._logs.reports()
+            for rank, report in told.items():
+                if report and before.get(rank) != report and rank not in self._logs.shown:
                     print(report, file=sys.stderr, flush=True)
-                told[rank] = report
             for rank, folder in list(self._logs.notes.items()):
                 if folder not in gone and _is_gone(folder):
                     gone[folder] = time.monotonic()

@@ -148,6 +148,7 @@ class CollectiveWatchdog(Observer):
         self.tick = max(min(1.0, delay_s / 4), self._size / LOOKS_A_SECOND)
         self._call, self._calls, self._depth, self._known = _Call(), Counter[str](), 0, 0
         self._asking: _Question | None = None
+        self._has_told = False  # of a call that is complete as soon as another begins
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
         self._answer(0)  # so that one request finds the notes of all
@@ -164,6 +165,9 @@ class CollectiveWatchdog(Observer):
             self._loop = threading.get_ident()
             self._calls[event.name] += 1
             self._call = _Call(self._calls[event.name], event.name, time.monotonic(), self._delay)
+            if self._has_told:
+                self._has_told = False
+                _leave_report(None)
 
     def end(self, event: Event) -> None:
         self._depth -= 1
@@ -244,7 +248,10 @@ class CollectiveWatchdog(Observer):
             self._board.put(f"{self._name}/settled", str(self._known).encode())
             call.pause *= 4
             if len(here) < self._size:
-                _tell(self._said(call, sorted(here), answers))
+                report = self._said(call, sorted(here), answers)
+                print(report, file=sys.stderr, flush=True)
+                _leave_report(report)
+                self._has_told = True
 
     def _said(self, call: _Call, here: list[int], answers: dict[int, Answer]) -> str:
         waited = time.monotonic() - call.since
@@ -287,14 +294,16 @@ class CollectiveWatchdog(Observer):
         return place
 
 
-def _tell(report: str) -> None:
-    """Prints a report, and leaves it for the launcher, which shows what a rank without a terminal says."""
-    print(report, file=sys.stderr, flush=True)
+def _leave_report(report: str | None) -> None:
+    """Leaves a report for the launcher, which shows what a rank without a terminal says, or removes the last one."""
     if notes := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        path, partial = Path(notes).with_name(WAITING_FILE), Path(f"{notes}.waiting")
         with contextlib.suppress(OSError):
-            partial = Path(f"{notes}.waiting")
-            partial.write_text(report)
-            partial.replace(partial.with_name(WAITING_FILE))
+            if report is None:
+                path.unlink()
+            else:
+                partial.write_text(report)
+                partial.replace(path)
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.ranks import World
 from neuron_accel.backends.board import LocalBoard
+from neuron_accel.engine.plan.restart import WAITING_FILE
 from neuron_accel.loop import watchdog
 from neuron_accel.loop.watchdog import CollectiveWatchdog
 
@@ -56,6 +57,20 @@ def test_a_rank_whose_call_ends_leaves_the_question_to_another(monkeypatch, capf
     said = capfd.readouterr().err
     assert "rank 1 of 3 has waited for other ranks for 16 s, in `backward`" in said
     assert re.search(r"  Rank 0 is at .*\n  Rank 2 is at ", said)
+
+
+def test_a_report_is_left_for_the_launcher_until_the_rank_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    scene, event = Scene(2, monkeypatch), SimpleNamespace(name="backward")
+    scene.ranks[1].end(event)  # type: ignore[arg-type]
+    for at in (11.0, 11.5, 12.0):
+        scene.look(at, 0, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [WAITING_FILE]
+    assert "rank 0 of 2 has waited" in (tmp_path / WAITING_FILE).read_text()
+    scene.ranks[0].end(event)  # type: ignore[arg-type]
+    assert (tmp_path / WAITING_FILE).exists()  # the call may have failed because of the other rank
+    scene.ranks[0].begin(event)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_that_have_made_different_numbers_of_other_calls_are_in_the_same_one(monkeypatch, capfd):
