@@ -126,11 +126,17 @@ class Files:
         except OSError as error:
             raise failure("written", path, error) from error
 
-    def replace(self, path: Location, contents: bytes) -> Written:
-        """Replaces the contents of a file atomically. If that fails, the file is as before."""
+    def replace(self, path: Location, contents: bytes, token: str = "") -> Written:
+        """Replaces the contents of a file atomically. If that fails, the file is as before.
+
+        Args:
+            path: the file.
+            contents: what it contains then.
+            token: names what writes it, so that another does not put what is incomplete into its place.
+        """
         if isinstance(path, RemotePath):
             return self.write(path, [contents])
-        temporary = path.with_name(f".{path.name}.new")
+        temporary = path.with_name(f".{path.name}.{token}.new" if token else f".{path.name}.new")
         with contextlib.suppress(OSError):  # of a process that was killed
             temporary.unlink()
         written = self.write(temporary, [contents])

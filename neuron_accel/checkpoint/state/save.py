@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One save: each rank writes its shards, then the main process all other state and finally the manifest.
 
-Files get names that an existing manifest in the folder does not use; at a URL, names that no other save uses. The
-previous checkpoint in the folder thus stays complete until the new manifest replaces the old one atomically. Files that
-only the old manifest lists are then removed. If a save fails before, its own files are removed.
+Files get names that no other save uses, but for auxiliary files and the manifest, which are renamed into place. The
+previous checkpoint in the folder thus stays complete until the new manifest replaces the old one atomically, and ranks
+of an earlier start that still write change no file of this one. Files that only the old manifest lists are then
+removed. If a save fails before, its own files are removed.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class SaveAttempt:
         self._previous = previous = self._find_previous()
         if previous is not None and last not in (None, previous.info.get("save")) and not _is_own(previous):
             raise _was_saved_by(previous, self.folder)
-        if isinstance(self.folder, Path):  # left over by a save that was cut off; names at a URL are not used again
+        if isinstance(self.folder, Path):  # left over by a save that was cut off; at a URL after this one
             _remove_unlisted(self.folder, previous, self._files)
         return 0 if previous is None else previous.generation + 1
 
@@ -203,9 +204,7 @@ class SaveAttempt:
     @property
     def _suffix(self) -> str:
         """What the names of the files of this save end in."""
-        if isinstance(self.folder, RemotePath):  # what has a name of its own is not overwritten, whoever else saves
-            return f"-g{self._generation}-{self.token[:12]}"
-        return f"-g{self._generation}" if self._generation else ""
+        return f"-g{self._generation}-{self.token[:12]}"  # nothing else writes or removes what has a name of its own
 
     def commit(self, parts: list[FileList]) -> None:
         """On the main process: writes other state, auxiliary files and the manifest, and removes old files.
@@ -236,7 +235,7 @@ class SaveAttempt:
         )
         self._lock.confirm()
         self._is_placing = True
-        files.replace(folder / NAME, manifest.to_bytes())
+        files.replace(folder / NAME, manifest.to_bytes(), self.token)
         files.sync_folder(folder.parent)
         _remove_unlisted(folder, manifest, files)
         self._finished()
@@ -249,11 +248,13 @@ class SaveAttempt:
         if self._previous is not None and changed & self._previous.files.keys():
             # They are overwritten, so the old manifest must not list them; the old checkpoint is valid without.
             others = {path: entry for path, entry in self._previous.files.items() if path not in changed}
-            files.replace(folder / NAME, replace(self._previous, files=others).to_bytes())
+            files.replace(folder / NAME, replace(self._previous, files=others).to_bytes(), self.token)
         return {
             name: (
                 "auxiliary",
-                files.replace(folder / name, data) if name in changed else Written(len(data), checksums_of(data)),
+                files.replace(folder / name, data, self.token)
+                if name in changed
+                else Written(len(data), checksums_of(data)),
             )
             for name, data in auxiliary.items()
         }
@@ -261,7 +262,7 @@ class SaveAttempt:
     # ---- abandon -----------------------------------------------------------------------------------------------------
     def abandon(self, *, alone: bool = False) -> None:
         """Removes what the save has made, as far as possible, but no file of a checkpoint whose manifest is in place or
-        may still be placed, nor, in a local folder, if another run has taken that over: its files have the same names.
+        may still be placed, nor, in a local folder, if another run has taken that over: both have auxiliary files.
         Collective, unless this rank is ``alone``: at the end of its process, or because another is lost. What the main
         process may list then stays: it alone decides, or the next save into the folder does."""
         backend, world = self._run.backend, self._run.world
@@ -300,7 +301,7 @@ class SaveAttempt:
         """Tells the main process, in a file, what became of :meth:`write`."""
         if not self.is_main:
             self._notes.append(self._note(self._run.backend.rank))
-            self._files.replace(self._notes[-1], json.dumps(note).encode())
+            self._files.replace(self._notes[-1], json.dumps(note).encode(), self.token)
 
     def hand_over(self, note: Mapping[str, Any]) -> None:
         """Leaves a note with the files that this rank has written."""

@@ -15,10 +15,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from neuron_accel import NeuronAccelerator
 from neuron_accel.checkpoint.format.files import Files
-from neuron_accel.checkpoint.format.manifest import MODEL_FOLDER, NAME, read_manifest
+from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
 from neuron_accel.checkpoint.state import save as save_module
 from neuron_accel.checkpoint.state.lock import NAME as LOCK
 from neuron_accel.checkpoint.state.lock import SaveLock
+from neuron_accel.checkpoint.state.save import SaveAttempt
 from neuron_accel.checkpoint.state.session import Session
 from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.errors import CheckpointError, CommunicationError
@@ -207,21 +208,21 @@ def test_a_second_run_that_saves_into_the_same_folder_is_told(tmp_path):
 
 
 class TakenOver(Files):
-    """Another run takes the folder over, before the main process writes other state, and writes a file of the same
+    """Another run takes the folder over, before the main process writes the manifest, and writes a file of the same
     name."""
 
     def __init__(self, folder: Path, theirs: Path) -> None:
         self.mark, self.theirs = folder / LOCK, theirs
 
     def operation(self, name: str, path: Path) -> None:
-        if name == "open" and path.name.startswith("training_state"):
+        if name == "fsync" and path == self.theirs.parent and self.mark.exists():
             self.mark.unlink()
             self.theirs.unlink()
             self.theirs.write_bytes(b"theirs")
 
 
 def _save_into_a_folder_that_is_taken_over(folder: Path) -> None:
-    theirs = folder / MODEL_FOLDER / "rank_00.safetensors"
+    theirs = folder / "config.json"
     accelerator = Trained("gpt2-tied", []).accelerator  # the source does not keep it
     session = Session(accelerator._source(), TakenOver(folder, theirs))
     with pytest.raises(CheckpointError, match="taken this folder over"):
@@ -231,6 +232,39 @@ def _save_into_a_folder_that_is_taken_over(folder: Path) -> None:
 
 def test_a_save_whose_folder_was_taken_over_removes_no_file_of_the_other_run(tmp_path):
     run_ranks(_save_into_a_folder_that_is_taken_over, 1, tmp_path / "c")
+
+
+class Entering(Session):
+    """Saves that are entered in the background, and go no further by themselves."""
+
+    attempt: SaveAttempt
+
+    def _go_on_in_background(self, attempt: SaveAttempt) -> None:
+        self.attempt = attempt
+
+
+def _save_while_ranks_of_an_earlier_start_write(folder: Path) -> None:
+    accelerator = Trained("gpt2-tied", ["zero1"]).accelerator
+    earlier, next_start = Entering(accelerator._source(), Files()), Session(accelerator._source(), Files())
+    earlier.save(str(folder), async_save=True)
+    if accelerator.is_main_process:
+        earlier.attempt.write()
+        (folder / LOCK).unlink()
+    accelerator.wait_for_everyone()
+    next_start.save(str(folder))
+    before = tree(folder)
+    accelerator.wait_for_everyone()
+    if not accelerator.is_main_process:  # it was cut off, and notices nothing
+        earlier.attempt.write()
+    earlier.attempt.abandon(alone=True)
+    accelerator.wait_for_everyone()
+    after = tree(folder)
+    assert {name: after.get(name) for name in before} == before
+    assert verify(folder) == []
+
+
+def test_ranks_of_an_earlier_start_that_still_write_change_no_file_of_the_next(tmp_path):
+    run_ranks(_save_while_ranks_of_an_earlier_start_write, 2, tmp_path / "c")
 
 
 class Quantized(torch.optim.SGD):

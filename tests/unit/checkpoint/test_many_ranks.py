@@ -9,6 +9,7 @@ from dataclasses import replace
 from benchmarks.ranks import Model, checkpoint
 from benchmarks.world import play
 from neuron_accel.checkpoint.format.files import checksums_of
+from neuron_accel.checkpoint.format.index import INDEX
 from neuron_accel.checkpoint.format.manifest import NAME, read_manifest
 from neuron_accel.checkpoint.tools.report import verify
 from neuron_accel.strategies.fully_sharded.plugin import FullyShardedPlugin
@@ -30,7 +31,8 @@ def test_an_index_that_says_something_else_than_the_files_is_found(tmp_path):
     play(lambda: [FullyShardedPlugin(modules="*")], 2, tmp_path)
     folder = tmp_path / "checkpoint"
     assert verify(folder) == []
-    body = json.loads((path := folder / "tensor_index.json").read_bytes())
+    path = folder / read_manifest(folder).of_kind(INDEX)[0]
+    body = json.loads(path.read_bytes())
     row = next(row for row in body["tensors"] if row[1]["collection"].startswith("model") and row[2][0][5])
     row[2][0][5] = 0  # the offset of another tensor in the same file
     path.write_text(json.dumps(body))
