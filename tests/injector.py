@@ -133,7 +133,7 @@ class FaultInjector:
         Files.operation = operation  # type: ignore[method-assign]
 
     def _watch_backward(self, output: Any) -> None:
-        if getattr(output, "requires_grad", False):
+        if getattr(output, "requires_grad", False) and not hasattr(output, "full_tensor"):  # logits that are sharded
             output.register_hook(lambda gradient: self.reach("backward"))
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -45,11 +45,14 @@ from tests.injector import DONE, POINTS, PREAMBLE, VARIABLE, FaultInjector
 from tests.soak import Leftovers
 
 RANKS = 2
-COMPOSITIONS: Mapping[str, list[Any]] = {
-    "zero1": ["zero1"],
-    "fully sharded": [{"fully_sharded": {"modules": ["0", "2"]}}],
-    "data parallel": [],
+COMPOSITIONS: Mapping[str, tuple[int, list[Any]]] = {
+    "zero1": (RANKS, ["zero1"]),
+    "fully sharded": (RANKS, [{"fully_sharded": {"modules": ["0", "2"]}}]),
+    "data parallel": (RANKS, []),
+    "tp2 x dp2": (4, [{"tensor_parallel": {"tensor_parallel_size": 2}}]),
+    "pp2": (2, [{"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 2}}]),
 }
+"""By name: the number of ranks, and the plugins. Those that divide the model train a Llama."""
 TOOL = "consolidate"
 LOOKED_AT = 4  # steps of the start in which points are counted; a checkpoint a step, of which two are kept
 TOLERANCE = 1e-5  # relative, of the loss of a repeated step
@@ -105,7 +108,7 @@ from accelerate.utils import ProjectConfiguration
 from neuron_accel import NeuronAccelerator
 
 folder, steps = sys.argv[1], float(sys.argv[2])
-given = {"plugins": ["zero1"], "workers": 1, "saves_in_background": False}
+given = {"plugins": ["zero1"], "workers": 1, "saves_in_background": False, "text": False}
 given.update(json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})
 project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
 faults.reach("rendezvous")
@@ -113,16 +116,22 @@ accelerator = NeuronAccelerator(project_config=project, config={"plugins": given
 faults.reach("rendezvous")
 faults.watch(accelerator)
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+generator = torch.Generator().manual_seed(1)
+if given["text"]:
+    from tests.distributed.models import VOCABULARY, llama
+
+    model, data = llama(), torch.randint(VOCABULARY, (96, 6), generator=generator)
+else:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    data = torch.randn(96, 6, generator=generator)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-data = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=given["workers"])
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.load_state(resume="latest")
 done = accelerator.save_iteration
 while done < steps:
     for batch in loader:
-        loss = model(batch).square().mean()
+        loss = model(input_ids=batch, labels=batch).loss if given["text"] else model(batch).square().mean()
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -143,15 +152,16 @@ class Training:
 
     Args:
         folder: for its checkpoints and losses; it may exist.
-        plugins: its strategies.
         ranks: how many there are.
+        plugins: its strategies.
     """
 
-    def __init__(self, folder: Path, plugins: list[Any], ranks: int = RANKS) -> None:
+    def __init__(self, folder: Path, ranks: int, plugins: list[Any]) -> None:
         self.folder, self.ranks = folder, ranks
         self.temporary = Path(f"{folder}-tmp")
         self._logs, self._script = Path(f"{folder}-logs"), Path(f"{folder}.py")
-        self._options = json.dumps({"plugins": plugins, "workers": 0, "saves_in_background": True})
+        options = {"plugins": plugins, "workers": 0, "saves_in_background": True, "text": "parallel" in str(plugins)}
+        self._options = json.dumps(options)
         folder.mkdir(exist_ok=True)
         self.temporary.mkdir()
         self._script.write_text(SCRIPT)
@@ -165,9 +175,9 @@ class Training:
         return launch(words, environ, Path(f"{self.folder}.output"), timeout=90)
 
 
-def places(folder: Path, plugins: list[Any]) -> list[Fault]:
-    """Every place that a start which resumes reaches on either rank until it has done some steps."""
-    training = Training(folder, plugins)
+def places(folder: Path, ranks: int, plugins: list[Any]) -> list[Fault]:
+    """Every place that a start which resumes reaches on any rank until it has done some steps."""
+    training = Training(folder, ranks, plugins)
     for name, steps in (("first", 2), ("second", 2 + LOOKED_AT)):
         make_plan(folder / name, [], counts=True)
         ended = training.start(folder / name, steps)
@@ -197,12 +207,12 @@ def choose(found: Iterable[Fault], number: int, seed: int) -> list[Fault]:
     return chosen
 
 
-def kill_training(folder: Path, plugins: list[Any], number: int, seed: int) -> Report:
-    """Launches and kills a training ``number`` times."""
+def kill_training(folder: Path, name: str, number: int, seed: int) -> Report:
+    """Launches and kills a training of one of the :data:`COMPOSITIONS` ``number`` times."""
     report = Report()
     with adopting():
-        faults = choose(places(Path(f"{folder}-places"), plugins), number, seed)
-        chaos, training = Path(f"{folder}-chaos"), Training(folder, plugins)
+        faults = choose(places(Path(f"{folder}-places"), *COMPOSITIONS[name]), number, seed)
+        chaos, training = Path(f"{folder}-chaos"), Training(folder, *COMPOSITIONS[name])
         make_plan(chaos, faults)
         leftovers, processes = Leftovers(training.temporary), Processes()
         for index, fault in enumerate(faults):
@@ -427,7 +437,7 @@ def kill_all(folder: Path, *, kills: int, launches: int, seed: int = 0, names: I
     for index, name in enumerate(names):
         began = time.monotonic()
         number = kills // len(names) + (index < kills % len(names))
-        found = kill_training(folder / name.replace(" ", "-"), COMPOSITIONS[name], number, seed + index)
+        found = kill_training(folder / name.replace(" ", "-"), name, number, seed + index)
         report.add(found)
         print(
             f"{name}: {sum(found.kills.values())} kills in {time.monotonic() - began:.0f} s", *found.problems, sep="\n"

@@ -14,9 +14,10 @@ from tests.distributed.checkpoint.checkpoint_support import train_and_save
 from tests.faults import Fault
 
 
-@pytest.mark.timeout(120)
-def test_ranks_that_are_killed_anywhere_lose_no_checkpoint(tmp_path):
-    report = kills.kill_training(tmp_path / "run", kills.COMPOSITIONS["zero1"], 6, seed=0)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["zero1", "tp2 x dp2", "pp2"])
+def test_ranks_that_are_killed_anywhere_lose_no_checkpoint(tmp_path, name):
+    report = kills.kill_training(tmp_path / "run", name, 6, seed=0)
     assert report.problems == []
     assert sum(report.kills.values()) == sum(report.named.values()) == 6
     assert report.resumed >= 2
@@ -44,7 +45,7 @@ def test_what_a_killed_tool_has_left_would_be_found(checkpoint, tmp_path, monkey
 def test_a_checkpoint_that_is_lost_is_found(tmp_path):
     chaos, folder = tmp_path / "chaos", tmp_path / "run"
     kills.make_plan(chaos, [])
-    ended = kills.Training(folder, kills.COMPOSITIONS["zero1"], ranks=1).start(chaos, 3)
+    ended = kills.Training(folder, 1, ["zero1"]).start(chaos, 3)
     assert ended.exit_code == 0, ended.output
     assert kills._checkpoints(folder, chaos) == []
     newest = folder / "checkpoints" / "checkpoint_2"
