@@ -167,7 +167,7 @@ class CollectiveWatchdog(Observer):
             self._call = _Call(self._calls[event.name], event.name, time.monotonic(), self._delay)
             if self._has_told:
                 self._has_told = False
-                _leave_report(None)
+                _tell("")
 
     def end(self, event: Event) -> None:
         self._depth -= 1
@@ -248,9 +248,7 @@ class CollectiveWatchdog(Observer):
             self._board.put(f"{self._name}/settled", str(self._known).encode())
             call.pause *= 4
             if len(here) < self._size:
-                report = self._said(call, sorted(here), answers)
-                print(report, file=sys.stderr, flush=True)
-                _leave_report(report)
+                _tell(self._said(call, sorted(here), answers))
                 self._has_told = True
 
     def _said(self, call: _Call, here: list[int], answers: dict[int, Answer]) -> str:
@@ -294,16 +292,16 @@ class CollectiveWatchdog(Observer):
         return place
 
 
-def _leave_report(report: str | None) -> None:
-    """Leaves a report for the launcher, which shows what a rank without a terminal says, or removes the last one."""
+def _tell(report: str) -> None:
+    """Prints a report, and leaves it for the launcher, which shows what a rank without a terminal says; an empty one
+    takes it back."""
+    if report:
+        print(report, file=sys.stderr, flush=True)
     if notes := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        path, partial = Path(notes).with_name(WAITING_FILE), Path(f"{notes}.waiting")
         with contextlib.suppress(OSError):
-            if report is None:
-                path.unlink()
-            else:
-                partial.write_text(report)
-                partial.replace(path)
+            partial = Path(f"{notes}.waiting")
+            partial.write_text(report)
+            partial.replace(partial.with_name(WAITING_FILE))
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -78,7 +78,7 @@ class SaveAttempt:
     def __init__(
         self, contents: Contents, folder: Location, run: Run, files: Files, finished: Callable[[], None]
     ) -> None:
-        self.contents, self.folder, self.token, self._generation = contents, folder, "", 0
+        self.contents, self.folder, self.token, self._generation, self._suffix = contents, folder, "", 0, ""
         self._run, self._files, self._finished = run, files, finished
         self.is_main, self._facts = run.backend.rank == 0, facts_of(run)
         self._lock, self._is_new = SaveLock(folder, files), isinstance(folder, Path) and not folder.exists()
@@ -107,6 +107,7 @@ class SaveAttempt:
                 run, lambda: (self._describe(), self._open(complete, last) if self.is_main else 0)
             )
             self._generation, self.token = run.backend.broadcast_object((generation, uuid.uuid4().hex), run.world)
+            self._suffix = f"-g{self._generation}-{self.token[:12]}"  # nothing else writes or removes what has its name
             self._index = run.backend.gather_object(part, run.world, IndexPart.merge)
         except BaseException:
             if self.is_main:
@@ -200,11 +201,6 @@ class SaveAttempt:
                 part.add(kind, rank, item.describe(coordinates), item.numel, offset)
                 offset += item.nbytes
         return part
-
-    @property
-    def _suffix(self) -> str:
-        """What the names of the files of this save end in."""
-        return f"-g{self._generation}-{self.token[:12]}"  # nothing else writes or removes what has a name of its own
 
     def commit(self, parts: list[FileList]) -> None:
         """On the main process: writes other state, auxiliary files and the manifest, and removes old files.

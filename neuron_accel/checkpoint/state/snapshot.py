@@ -365,22 +365,18 @@ def check_equal(items: Sequence[Item], run: Run) -> None:
     mesh = run.mesh
     samples = (*mesh.replica_axes, *mesh.gradient_axes)
     group = run.group(*samples)
-    mine: list[tuple[str, tuple[int, ...], tuple[Any, ...] | None]] = []
-    digests: list[Any] = []
+    held: dict[Any, tuple[int, Any, tuple[Any, ...]]] = {}
     if group.size > 1:
-        stages, here = mesh.names(AxisKind.STAGE), run.coordinates
+        stages, here, rank = mesh.names(AxisKind.STAGE), run.coordinates, run.backend.rank
         for item in items:
             equal = {*_axes_of_equals(item, run, stages), *item.leads}
             if not item.buffer and item.record is not None and not equal.isdisjoint(samples):
                 at = tuple(here[axis] for axis in samples if axis not in equal)
-                mine.append((item.key, at, (item.kind, item.collection, item.name)))
-                digests.append(_digest(item, run))
-        on_device = [i for i, digest in enumerate(digests) if isinstance(digest, torch.Tensor)]
-        if on_device:
-            values = run.backend.to_host(torch.stack([digests[i] for i in on_device]))
-            for i, value in zip(on_device, values, strict=True):
-                digests[i] = tuple(value.view(torch.int32).tolist())
-    held = {(key, at): (run.backend.rank, digest, of) for (key, at, of), digest in zip(mine, digests, strict=True)}
+                held[item.key, at] = rank, _digest(item, run), (item.kind, item.collection, item.name)
+        if on_device := [key for key, (_, digest, _) in held.items() if isinstance(digest, torch.Tensor)]:
+            values = run.backend.to_host(torch.stack([held[key][1] for key in on_device]))
+            for key, value in zip(on_device, values, strict=True):
+                held[key] = rank, tuple(value.view(torch.int32).tolist()), held[key][2]
     differs = run.backend.gather_object((held, None), group, _joined) if group.size > 1 else None
     agreed(run, lambda: _refuse(*differs[1]) if differs is not None and differs[1] else None)
 

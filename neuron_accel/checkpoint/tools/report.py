@@ -170,15 +170,15 @@ def _against_headers(folder: Location, manifest: Manifest, index: Index, replica
 
 def _places(index: Index) -> dict[tuple[str, str], Any]:
     """Layout and chunks of each tensor, by collection and name."""
-
-    def chunks(tensor: SourceTensor, part: Any) -> set[tuple[Any, ...]]:
-        inside = part.within(0, math.prod(tensor.layout.local_shape))
-        return {(each.start, each.stop, str(each.path), each.offset) for each in inside}
-
     return {
         (collection, tensor.name): (
             tensor.layout,
-            {place: set().union(*(chunks(tensor, part) for part in parts)) for place, parts in tensor.parts.items()},
+            {
+                (place, each.start, each.stop, str(each.path), each.offset)
+                for place, parts in tensor.parts.items()
+                for part in parts
+                for each in part.within(0, math.prod(tensor.layout.local_shape))
+            },
         )
         for collection in index.collections
         for tensor in index.tensors(collection)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 RUN = "NEURON_ACCEL_RUN"
 """Set by ``neuron-accel launch``: identifies the run on all of its machines, also after restarts."""
 WAITING_FILE = "waiting.txt"
-"""Name of the file, beside that of its error, in which a rank leaves its report of ranks that it waits for, until it
-goes on."""
+"""Name of the file, beside that of its error, with a rank's report of ranks that it waits for; empty if it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
