@@ -730,26 +730,26 @@ class NeuronAccelerator(Accelerator):
         parameters = self._parameters(parameters)
         if not self.sync_gradients:
             return torch.full((), float("nan"), device=self.device)
-        owner = self.run.owner(Claim.GRADIENT_CLIPPING)
+        owner = self.run.owner(Claim.GRADIENT_REDUCTION)
         # If the list is empty, its parameters may be on other ranks, which call the collective.
         if owner is None or (parameters and all(self.run.find_parameter(p) is None for p in parameters)):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
         self._step.items.divide_gradients()
-        return self._step.clipping.norm(owner, parameters, float(max_norm), float(norm_type))
+        return self._step.clipping.norm(parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps the gradients of a step to [-clip_value, clip_value]; does nothing while gradients accumulate."""
         parameters = self._parameters(parameters)
         if not self.sync_gradients:
             return
-        owner = self.run.owner(Claim.GRADIENT_CLIPPING)
+        owner = self.run.owner(Claim.GRADIENT_REDUCTION)
         if owner is None or (parameters and all(self.run.find_parameter(p) is None for p in parameters)):
             super().clip_grad_value_(parameters, clip_value)
             return
         self.unscale_gradients()
         self._step.items.divide_gradients()
-        self._step.clipping.value(owner, parameters, float(clip_value))
+        self._step.clipping.value(parameters, float(clip_value))
 
     def _parameters(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
         """The current parameters, for a list that may contain those from before `prepare`."""

@@ -27,13 +27,15 @@ from neuron_accel.doors import moved
 
 # gradients, their norms; optimizers, copies of them for other parameters, their state in terms of the original
 # parameters
+from neuron_accel.engine.optim import norms
 from neuron_accel.engine.optim.elementwise import needs_closure, why_not_elementwise
-from neuron_accel.engine.optim.norms import GradientPart, clip_by_norm, clip_by_value, global_norm, gradient_parts
+from neuron_accel.engine.optim.norms import GradientPart, Gradients, global_norm, gradient_parts
 from neuron_accel.engine.optim.reducer import GradientReducer
 from neuron_accel.engine.optim.state import ReplicaState, ShardedState, take_weights
 from neuron_accel.engine.optim.twin import twin
 
 # the plugin interface and the plan
+from neuron_accel.engine.plan import version_3
 from neuron_accel.engine.plan.mesh import AxisKind, AxisSpec, Mesh
 from neuron_accel.engine.plan.plan import Plan
 from neuron_accel.engine.plan.plugin import (
@@ -61,6 +63,7 @@ from neuron_accel.engine.sharding.product_hooks import WithProductHooks, registe
 # an optimizer whose state is sharded over ranks; weights that are, too
 from neuron_accel.engine.shards.fully_sharded import ShardedWeights
 from neuron_accel.engine.shards.gathered_shard import GatheredShard
+from neuron_accel.engine.shards.gradients import ShardedGradients
 from neuron_accel.engine.shards.optimizer import ShardedOptimizer
 from neuron_accel.engine.shards.unit import Unit, UnitsOfModel
 
@@ -102,6 +105,7 @@ __all__ = [
     "GatheredShard",
     "GradientPart",
     "GradientReducer",
+    "Gradients",
     "Group",
     "Join",
     "Layout",
@@ -122,6 +126,7 @@ __all__ = [
     "RankRandomness",
     "ReplicaState",
     "Run",
+    "ShardedGradients",
     "ShardedOptimizer",
     "ShardedState",
     "ShardedWeights",
@@ -139,8 +144,6 @@ __all__ = [
     "all_to_all",
     "all_to_all_uneven",
     "chunk_to_group",
-    "clip_by_norm",
-    "clip_by_value",
     "copy_to_group",
     "did_you_mean",
     "gather_from_group",
@@ -163,4 +166,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in version_3.NAMES:
+        return getattr(norms, name)
     return moved(name, __name__)

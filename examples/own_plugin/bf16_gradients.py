@@ -23,7 +23,7 @@ class BF16Gradients(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="bf16_gradients",
-        api_version=3,
+        api_version=4,
         phase=Phase.PRECISION,
         refines=frozenset({Claim.GRADIENT_REDUCTION}),  # the owner, data parallelism or ZeRO-1, does what records say
         provides=frozenset({"gathered-weights"}),  # works with fully sharded weights: it reads none

@@ -25,7 +25,7 @@ class BlockRates(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="block_rates", api_version=3, phase=Phase.ADAPTATION
+        name="block_rates", api_version=4, phase=Phase.ADAPTATION
     )  # before optimizers are sharded
 
     decay: float = 0.8

@@ -34,7 +34,7 @@ class FreezingSchedule(StrategyPlugin):
     Source: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (2018, arXiv:1801.06146).
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="freezing_schedule", api_version=3, phase=Phase.ADAPTATION)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="freezing_schedule", api_version=4, phase=Phase.ADAPTATION)
 
     until: Mapping[str, int] = field(default_factory=dict)
     after: Mapping[str, int] = field(default_factory=dict)

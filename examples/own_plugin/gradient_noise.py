@@ -38,10 +38,10 @@ class GradientNoise(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="gradient_noise",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
         after=frozenset({"zero1", "fully_sharded"}),  # which have then reduced the gradients
-        refines=frozenset({Claim.GRADIENT_CLIPPING}),  # its owner knows their norm
+        refines=frozenset({Claim.GRADIENT_REDUCTION}),  # its owner knows their norm
         provides=frozenset({"gathered-weights"}),  # works with fully sharded weights: it reads none
         conflicts=frozenset({"axis:cp", "axis:ep"}),  # a rank's gradient is not that of its own samples there
     )
@@ -79,8 +79,7 @@ class GradientNoise(StrategyPlugin):
         parts = gradient_parts(norms, run, norms)
         # Each was divided by `count`, the number of micro-batches of a step.
         one = run.backend.all_reduce(global_norm(parts, run) ** 2 * count, ranks) / ranks.size
-        clipping, n = run.owner(Claim.GRADIENT_CLIPPING), count * ranks.size
-        mean = clipping.clip_grad_norm(list(state["squares"]), math.inf, 2.0, run) ** 2  # clips nothing
+        mean, n = run.gradients.norm(state["squares"]) ** 2, count * ranks.size
         estimates = torch.stack([(one - mean) * n / max(n - 1, 1), (n * mean - one) / max(n - 1, 1)])
         state["moments"] = self.decay * state["moments"] + (1 - self.decay) * estimates
 

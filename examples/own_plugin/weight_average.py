@@ -25,7 +25,7 @@ class WeightAverage(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="weight_average",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
         conflicts=frozenset({"fully_sharded"}),  # between steps no rank has weights to read there
     )

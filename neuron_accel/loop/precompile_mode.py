@@ -42,7 +42,7 @@ class PrecompilationPlugin(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="precompilation", api_version=3, phase=Phase.OPTIMIZER, provides=frozenset({"weights-in-passes"})
+        name="precompilation", api_version=4, phase=Phase.OPTIMIZER, provides=frozenset({"weights-in-passes"})
     )
 
     max_steps: int = 10

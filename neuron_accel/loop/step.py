@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from accelerate.state import GradientState
     from torch import nn
 
-    from neuron_accel.engine.plan.plugin import StrategyPlugin
     from neuron_accel.engine.runtime.run import Run
 
 
@@ -185,11 +184,9 @@ class ItemCount:
         mine = torch.zeros((), dtype=torch.int64, device=run.device) if self._count is None else self._count
         self._count = None
         total = run.backend.all_reduce(mine.clone(), group)
-        owner = run.owner(Claim.GRADIENT_REDUCTION)
-        assert owner is not None  # the planner requires one
         parameters = [r.current for m in run.models for r in m.parameters if r.current is not None]
         # Gradients are averages over the group. Without any items, gradients are zero.
-        owner.scale_gradients(parameters, group.size / total.clamp(min=1).to(torch.float32), run)
+        run.gradients.scale(parameters, group.size / total.clamp(min=1).to(torch.float32))
 
 
 def check_is_mean(loss: torch.Tensor) -> None:
@@ -219,7 +216,7 @@ _KEEPS_SUMS = ("SumBackward0", "SumBackward1", "ToCopyBackward0", "ViewBackward0
 
 # ---- Gradient clipping, together with ranks that have run out of data ------------------------------------------------
 class Clipping:
-    """Calls the plugin that owns gradient clipping, also on ranks that have run out of data.
+    """Clips gradients, also on ranks that have run out of data.
 
     Args:
         run: the run.
@@ -230,43 +227,31 @@ class Clipping:
         self._clip_norm = run.join.register("clipping to a norm", self._norm_along, flushes=True)
         self._clip_value = run.join.register("clipping values", self._value_along, flushes=True)
 
-    def norm(
-        self, owner: StrategyPlugin, parameters: list[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """See :meth:`StrategyPlugin.clip_grad_norm`."""
+    def norm(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """See :meth:`Gradients.clip_norm`."""
         if self._clip_norm.announced:
             self._clip_norm(self._positions(parameters), max_norm, norm_type)
         with self._run.events.open("clip_grad_norm_", "call", part="optimizer"):
-            return self._clip(owner, parameters, max_norm, norm_type)
+            return self._to_norm(parameters, max_norm, norm_type)
 
-    def _clip(
-        self, owner: StrategyPlugin, parameters: list[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        run = self._run
-        with run.events.open(f"{owner.spec.name}.clip_grad_norm", "hook", part="optimizer"):
-            norm = owner.clip_grad_norm(parameters, max_norm, norm_type, run)
-            for after_clipping in run.hooks["after_clipping"]:
-                after_clipping(norm, run)
-        return norm
-
-    def value(self, owner: StrategyPlugin, parameters: list[nn.Parameter], limit: float) -> None:
-        """See :meth:`StrategyPlugin.clip_grad_value`."""
+    def value(self, parameters: list[nn.Parameter], limit: float) -> None:
+        """See :meth:`Gradients.clip_value`."""
         if self._clip_value.announced:
             self._clip_value(self._positions(parameters), limit)
-        with self._run.events.open(f"{owner.spec.name}.clip_grad_value", "hook", part="optimizer"):
-            owner.clip_grad_value(parameters, limit, self._run)
+        with self._run.events.open("clip_grad_value_", "call", part="optimizer"):
+            self._run.gradients.clip_value(parameters, limit)
+
+    def _to_norm(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        norm = self._run.gradients.clip_norm(parameters, max_norm, norm_type)
+        for after_clipping in self._run.hooks["after_clipping"]:
+            after_clipping(norm, self._run)
+        return norm
 
     def _norm_along(self, positions: list[int], max_norm: float, norm_type: float) -> None:
-        self._clip(self._owner, self._at(positions), max_norm, norm_type)
+        self._to_norm(self._at(positions), max_norm, norm_type)
 
     def _value_along(self, positions: list[int], limit: float) -> None:
-        self._owner.clip_grad_value(self._at(positions), limit, self._run)
-
-    @property
-    def _owner(self) -> StrategyPlugin:
-        owner = self._run.owner(Claim.GRADIENT_CLIPPING)
-        assert owner is not None  # another rank clips, so a plugin owns clipping
-        return owner
+        self._run.gradients.clip_value(self._at(positions), limit)
 
     def _all(self) -> list[nn.Parameter | None]:
         return [record.current for model in self._run.models for record in model.parameters]

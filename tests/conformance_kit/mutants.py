@@ -19,13 +19,11 @@ from neuron_accel.contract import (
     Claim,
     GradientPart,
     GradientReducer,
+    Gradients,
     Phase,
     PlanError,
     PluginSpec,
     StrategyPlugin,
-    clip_by_norm,
-    clip_by_value,
-    gradient_parts,
 )
 from neuron_accel.testing import Trace
 
@@ -61,8 +59,8 @@ class TooFewArguments(StrategyPlugin):
 class UnclaimedDuty(StrategyPlugin):
     spec = spec("unclaimed_duty")
 
-    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
-        return torch.zeros(())
+    def gradients(self, run):
+        return Gradients(run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,18 +201,22 @@ class PairsNeighbours(StrategyPlugin):
             gradient.copy_(run.backend.all_reduce(gradient.clone(), pairs) / 2)
 
 
+class LocalGradients(Gradients):
+    """Of this rank."""
+
+    def clip_norm(self, parameters, max_norm, norm_type=2.0):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(StrategyPlugin):
     """Ranks step by themselves and average their weights after every second step (local SGD)."""
 
-    spec = spec("local_steps", claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}))
+    spec = spec("local_steps", claims=frozenset({Claim.GRADIENT_REDUCTION}))
     every: int = 2
 
-    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def clip_grad_value(self, parameters, clip_value, run):
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+    def gradients(self, run):
+        return LocalGradients(run)
 
     def after_step(self, optimizer, run):
         state, group = run.state(self), run.group(*run.mesh.data_axes)
@@ -374,9 +376,9 @@ class Owner(StrategyPlugin):
 
     spec = PluginSpec(
         name="owner",
-        api_version=3,
+        api_version=4,
         phase=Phase.GRADIENTS,
-        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}),
+        claims=frozenset({Claim.GRADIENT_REDUCTION}),
     )
 
     def transform_model(self, model, run):
@@ -401,22 +403,12 @@ class Owner(StrategyPlugin):
         for buffers in run.state(self)["buffers"]:
             buffers.after_step()
 
-    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
-        self.finish(run)
-        return clip_by_norm(gradient_parts(parameters, run), max_norm, norm_type, run)
+    def gradients(self, run):
+        return Gradients(run, lambda: self.finish(run), lambda: self.flush(run))
 
-    def clip_grad_value(self, parameters, clip_value, run):
-        self.finish(run)
-        clip_by_value(gradient_parts(parameters, run), clip_value)
-
-    def scale_gradients(self, parameters, factor, run):
-        self.finish(run)
-        super().scale_gradients(parameters, factor, run)
-
-    def full_gradient(self, parameter, run):
+    def flush(self, run):
         for reducer in run.state(self)["reducers"]:
             reducer.flush()
-        return parameter.grad
 
     def after_reshape(self, model, run):
         for reducer in run.state(self)["reducers"]:
@@ -457,19 +449,18 @@ class IgnoresNoSync(Owner):
         return super().before_backward(loss, run)
 
 
-class ClipsTooEarly(Owner):
-    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
-        return clip_by_norm(gradient_parts(parameters, run), max_norm, norm_type, run)
+class UsesUnreduced(Owner):
+    """Does not complete the reduction before gradients are clipped or scaled."""
 
-
-class ClipsOnlyTheEuclideanNorm(Owner):
-    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
-        return super().clip_grad_norm(parameters, max_norm, 2.0, run)
+    def gradients(self, run):
+        return Gradients(run, flush=lambda: self.flush(run))
 
 
 class ClipsValuesTooEarly(Owner):
-    def clip_grad_value(self, parameters, clip_value, run):
-        clip_by_value(gradient_parts(parameters, run), clip_value)
+    def gradients(self, run):
+        given = super().gradients(run)
+        given.clip_value = Gradients(run).clip_value
+        return given
 
 
 class ScalesTooEarly(Owner):
@@ -490,13 +481,23 @@ class ScalesTooEarly(Owner):
                 record.current.grad = kept[record.fqn]
         super().finish(run)
 
-    def scale_gradients(self, parameters, factor, run):
-        StrategyPlugin.scale_gradients(self, parameters, factor, run)
+    def gradients(self, run):
+        given = super().gradients(run)
+        given.scale = Gradients(run).scale
+        return given
+
+
+class ClipsOnlyTheEuclideanNorm(Owner):
+    def gradients(self, run):
+        given = super().gradients(run)
+        clip_norm = given.clip_norm
+        given.clip_norm = lambda parameters, max_norm, norm_type=2.0: clip_norm(parameters, max_norm)
+        return given
 
 
 class ShowsUnreduced(Owner):
-    def full_gradient(self, parameter, run):
-        return parameter.grad
+    def gradients(self, run):
+        return Gradients(run, lambda: self.finish(run), flush=lambda: None)
 
 
 class StepsUnreduced(Owner):
@@ -578,8 +579,10 @@ def _never_announced(name, perform, **options):
 
 
 class ScalesNothing(Owner):
-    def scale_gradients(self, parameters, factor, run):
-        pass
+    def gradients(self, run):
+        given = super().gradients(run)
+        given.scale = lambda parameters, factor: None
+        return given
 
 
 class KeepsBuffersApart(Owner):
@@ -607,25 +610,21 @@ class ForgetsNewShapes(Owner):
 class CountsTwice(Owner):
     """Its norm counts the elements that several ranks hold as often as there are such ranks."""
 
-    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
-        self.finish(run)
-        wanted = {id(parameter) for parameter in parameters}
-        parts = [
-            GradientPart(record.current.grad, record.axes)
-            for record in self.records(run)
-            if id(record.current) in wanted and record.current.grad is not None
-        ]
-        return clip_by_norm(parts, max_norm, norm_type, run)
+    def gradients(self, run):
+        given = super().gradients(run)
+        parts = given.parts
+        given.parts = lambda parameters: [GradientPart(part.tensor, part.axes) for part in parts(parameters)]
+        return given
 
 
 BREAKS = {
     SumsShards: "sharded_over_samples",
     ReducesKeptAgain: "kept",
     IgnoresNoSync: "no_sync",
-    ClipsTooEarly: "reduced_before_clipping",
-    ClipsOnlyTheEuclideanNorm: "reduced_before_clipping_inf",
+    UsesUnreduced: "reduced_before_clipping",
     ClipsValuesTooEarly: "reduced_before_clipping_values",
     ScalesTooEarly: "reduced_before_scaling",
+    ClipsOnlyTheEuclideanNorm: "reduced_before_clipping_inf",
     ShowsUnreduced: "reduced_before_reading",
     StepsUnreduced: "reduced_before_the_step",
     StepsTogether: "step_inside_no_sync",

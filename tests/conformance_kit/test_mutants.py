@@ -32,7 +32,7 @@ FORM = {
     "ByPosition": "width can be given by position",
     "Misspelt": "transform_optimiser is not a hook and never called; did you mean transform_optimizer?",
     "TooFewArguments": "before_step does not accept its arguments",
-    "UnclaimedDuty": "clip_grad_norm is only called on the owner of gradient_clipping",
+    "UnclaimedDuty": "gradients is only called on the owner of gradient_reduction",
     "OtherVersion": "written for version 99",
 }
 

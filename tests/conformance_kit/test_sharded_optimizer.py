@@ -14,12 +14,10 @@ from neuron_accel.contract import (
     GradientReducer,
     Phase,
     PluginSpec,
+    ShardedGradients,
     ShardedOptimizer,
     StrategyPlugin,
     UsageError,
-    clip_by_norm,
-    clip_by_value,
-    gradient_parts,
 )
 from neuron_accel.testing import PluginConformance
 
@@ -30,9 +28,9 @@ class ShardedStatePlugin(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="sharded_state",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
-        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
+        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.OPTIMIZER_STATE}),
     )
 
     def transform_model(self, model, run):
@@ -76,23 +74,8 @@ class ShardedStatePlugin(StrategyPlugin):
         for optimizer in self._optimizers(run):
             optimizer.take_user_weights()
 
-    def clip_grad_norm(self, parameters, max_norm, norm_type, run):
-        return clip_by_norm(self._parts(parameters, run), max_norm, norm_type, run)
-
-    def clip_grad_value(self, parameters, clip_value, run):
-        clip_by_value(self._parts(parameters, run), clip_value)
-
-    def scale_gradients(self, parameters, factor, run):
-        for part in self._parts(parameters, run):
-            if part.tensor is not None:
-                part.tensor.mul_(factor)
-
-    def full_gradient(self, parameter, run):
-        self._parts([], run)
-        for optimizer in self._optimizers(run):
-            if parameter in optimizer.sharded_parameters:
-                return optimizer.full_gradient(parameter)
-        return parameter.grad
+    def gradients(self, run):
+        return ShardedGradients(run, run.state(self).get("reducers", []), self._optimizers(run))
 
     def teardown(self, run):
         state = run.state(self)
@@ -102,14 +85,6 @@ class ShardedStatePlugin(StrategyPlugin):
 
     def _optimizers(self, run):
         return run.state(self).get("optimizers", [])
-
-    def _parts(self, parameters, run):
-        """This rank's parts of the reduced gradients."""
-        for waits in (*run.state(self).get("reducers", []), *self._optimizers(run)):
-            waits.flush()
-        sharded = {p for optimizer in self._optimizers(run) for p in optimizer.sharded_parameters}
-        parts = [part for optimizer in self._optimizers(run) for part in optimizer.gradient_parts(parameters)]
-        return [*parts, *gradient_parts([p for p in parameters if p not in sharded], run)]
 
 
 class TestShardedState(PluginConformance):

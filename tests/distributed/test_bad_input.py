@@ -20,7 +20,7 @@ class SecondReducer(StrategyPlugin):
     """Claims what plain data parallelism and ZeRO-1 do."""
 
     spec = PluginSpec(
-        name="second_reducer", api_version=3, phase=Phase.GRADIENTS, claims=frozenset({Claim.GRADIENT_REDUCTION})
+        name="second_reducer", api_version=4, phase=Phase.GRADIENTS, claims=frozenset({Claim.GRADIENT_REDUCTION})
     )
 
     def after_backward(self, run):

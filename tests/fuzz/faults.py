@@ -13,7 +13,7 @@ from neuron_accel.contract import Phase, PlanError, PluginSpec, StrategyPlugin
 class ScalesGradients(StrategyPlugin):
     """Every gradient is one percent too large."""
 
-    spec = PluginSpec(name="scales_gradients", api_version=3, phase=Phase.MEMORY)
+    spec = PluginSpec(name="scales_gradients", api_version=4, phase=Phase.MEMORY)
 
     def before_step(self, optimizer: Any, run: Any) -> None:
         for group in optimizer.param_groups:
@@ -26,7 +26,7 @@ class ScalesGradients(StrategyPlugin):
 class Trips(StrategyPlugin):
     """Raises what no user understands."""
 
-    spec = PluginSpec(name="trips", api_version=3, phase=Phase.MEMORY)
+    spec = PluginSpec(name="trips", api_version=4, phase=Phase.MEMORY)
 
     def before_step(self, optimizer: Any, run: Any) -> None:
         raise KeyError("params")
@@ -36,7 +36,7 @@ class Trips(StrategyPlugin):
 class Waits(StrategyPlugin):
     """Never gets anywhere."""
 
-    spec = PluginSpec(name="waits", api_version=3, phase=Phase.MEMORY)
+    spec = PluginSpec(name="waits", api_version=4, phase=Phase.MEMORY)
 
     def before_step(self, optimizer: Any, run: Any) -> None:
         time.sleep(60)
@@ -46,7 +46,7 @@ class Waits(StrategyPlugin):
 class Refuses(StrategyPlugin):
     """Says in words that it cannot."""
 
-    spec = PluginSpec(name="refuses", api_version=3, phase=Phase.MEMORY)
+    spec = PluginSpec(name="refuses", api_version=4, phase=Phase.MEMORY)
 
     def before_step(self, optimizer: Any, run: Any) -> None:
         raise PlanError("Not like this.")

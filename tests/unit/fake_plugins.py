@@ -20,11 +20,7 @@ KINDS = {
 
 WORK: dict[Claim, dict[str, Any]] = {
     Claim.BACKWARD: {"backward": lambda self, loss, run, **kwargs: None},
-    Claim.GRADIENT_REDUCTION: {"after_backward": lambda self, run: None},
-    Claim.GRADIENT_CLIPPING: {
-        "clip_grad_norm": lambda self, parameters, max_norm, norm_type, run: None,
-        "clip_grad_value": lambda self, parameters, clip_value, run: None,
-    },
+    Claim.GRADIENT_REDUCTION: {"after_backward": lambda self, run: None, "gradients": lambda self, run: None},
     Claim.OPTIMIZER_STATE: {"transform_optimizer": lambda self, optimizer, run: optimizer},
 }
 """What owners must implement."""
@@ -53,7 +49,7 @@ def fake(
     return cls()
 
 
-REDUCER = fake("reducer", Phase.GRADIENTS, claims={Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING})
+REDUCER = fake("reducer", Phase.GRADIENTS, claims={Claim.GRADIENT_REDUCTION})
 """What :data:`DEFAULTS` names."""
 
-DEFAULTS = {Claim.GRADIENT_REDUCTION: REDUCER, Claim.GRADIENT_CLIPPING: REDUCER}
+DEFAULTS = {Claim.GRADIENT_REDUCTION: REDUCER}

@@ -14,7 +14,7 @@ from neuron_accel.engine.plan.plugin import Phase, PluginSpec, StrategyPlugin
 class StepWatcher(StrategyPlugin):
     """Keeps the hash of each step's graph, and the HLO of the first two, complete but not executed."""
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="step_watcher", api_version=3, phase=Phase.OPTIMIZER)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="step_watcher", api_version=4, phase=Phase.OPTIMIZER)
 
     def after_step(self, optimizer, run):
         import torch_xla

@@ -110,16 +110,13 @@ def full_gradients(model: PreparedModel, run: Run) -> dict[str, torch.Tensor]:
 
     For tests and debugging, since all gradients are in memory at once. Parameters without a gradient are left out.
     """
-    from neuron_accel.engine.plan.plugin import Claim
-
-    owner = run.owner(Claim.GRADIENT_REDUCTION)
     result = {}
     stages = stage_group(run)
     for record in model.parameters:
         holder = next((indices[0] for indices in record.holders.values()), 0)
         gradient = None
         if stages.index == holder and record.current is not None and record.current.requires_grad:
-            gradient = owner.full_gradient(record.current, run) if owner else record.current.grad
+            gradient = run.gradients.full(record.current)
             if gradient is not None:
                 gradient = full_tensor(gradient, record.layout, run)
         form = None if gradient is None else (tuple(gradient.shape), gradient.dtype)

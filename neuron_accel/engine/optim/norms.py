@@ -3,14 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from neuron_accel.engine.runtime.join import Ranks
+
 if TYPE_CHECKING:
-    from neuron_accel.engine.runtime.run import Run
+    from neuron_accel.engine.sharding.parameters import ParameterRecord
+
+
+class Run(Ranks, Protocol):
+    """What is used of a run."""
+
+    device: torch.device
+    models: list[Any]
+
+    def find_parameter(self, parameter: torch.Tensor) -> ParameterRecord | None: ...
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,53 @@ def _local(by_replicas: dict[int, list[torch.Tensor]], run: Run, norm_type: floa
 def _real(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns real numbers of the same norm."""
     return (tensor.abs() if tensor.is_complex() else tensor).to(dtype)
+
+
+class Gradients:
+    """The reduced gradients of a run, of which the owner of gradient reduction returns one. One that keeps them
+    elsewhere than in ``parameter.grad`` derives from this class.
+
+    Args:
+        run: the run.
+        complete: completes the reduction for a step. Collective.
+        flush: the same, outside of a step; None: ``complete``.
+    """
+
+    def __init__(
+        self, run: Run, complete: Callable[[], None] = lambda: None, flush: Callable[[], None] | None = None
+    ) -> None:
+        self._run, self._complete, self._flush = run, complete, flush or complete
+
+    def parts(self, parameters: Iterable[torch.nn.Parameter]) -> list[GradientPart]:
+        """Returns what this rank has of the reduced gradients of local parameters, to be changed in place.
+        Collective."""
+        self._complete()
+        return gradient_parts(parameters, self._run)
+
+    def full(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Returns the reduced gradient of a local parameter, in its local shape, or None if it has none. Collective:
+        all ranks of the parameter's group call it in the same order."""
+        self._flush()
+        return parameter.grad
+
+    def scale(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor) -> None:
+        """Multiplies the gradients of local parameters by ``factor``, 0-dim."""
+        scale_parts(self.parts(parameters), factor)
+
+    def norm(self, parameters: Iterable[torch.nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
+        """Returns the norm over every element of the original parameters, each counted once; see
+        :func:`global_norm`."""
+        return global_norm(self.parts(parameters), self._run, norm_type)
+
+    def clip_norm(
+        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scales gradients so that their norm is at most ``max_norm``; returns the norm before."""
+        return clip_by_norm(self.parts(parameters), max_norm, norm_type, self._run)
+
+    def clip_value(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
+        """Clamps every element to ``[-clip_value, clip_value]``."""
+        clip_by_value(self.parts(parameters), clip_value)
 
 
 def clip_by_norm(parts: Iterable[GradientPart], max_norm: float, norm_type: float, run: Run) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
+from neuron_accel.engine.plan import version_3
 from neuron_accel.engine.plan.hardware import Hardware
 from neuron_accel.engine.plan.mesh import DATA_AXIS, Mesh
 from neuron_accel.engine.plan.plan import Plan
@@ -207,6 +208,8 @@ def _check_object(plugin: object, provenance: Provenance) -> None:
             fix="give plugin objects; names and options belong in a configuration file",
         )
     check_contract(type(plugin), provenance(type(plugin)))
+    if version_3.is_of(type(plugin)):
+        version_3.warn(type(plugin), provenance(type(plugin)))
 
 
 # ---- responsibilities ------------------------------------------------------------------------------------------------

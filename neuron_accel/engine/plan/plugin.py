@@ -22,6 +22,7 @@ from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from neuron_accel.engine.plan import version_3
 from neuron_accel.engine.plan.coerce import check_arguments, check_fields
 from neuron_accel.engine.plan.mesh import AxisSpec
 from neuron_accel.errors import NeuronAccelError, PluginError
@@ -29,11 +30,12 @@ from neuron_accel.errors import NeuronAccelError, PluginError
 if TYPE_CHECKING:
     import torch
 
+    from neuron_accel.engine.optim.norms import Gradients
     from neuron_accel.engine.plan.mesh import Mesh
     from neuron_accel.engine.runtime.run import PreparedModel, Run
 
 
-API_VERSION = 3
+API_VERSION = 4
 """Version of this contract. A plugin states the one that it was written for."""
 
 ACCEPTED = range(3, API_VERSION + 1)
@@ -43,6 +45,7 @@ CHANGES: Mapping[int, str] = MappingProxyType(
     {
         2: "transform_model and explain_model get the PreparedModel; transform_scheduler and config_dict are gone",
         3: "PluginSpec(lazy_load=True) replaces model_init and lazy_load; PluginSpec(before=...) is gone, use after",
+        4: "; ".join(f"{name}: {instead}" for name, instead in version_3.INSTEAD.items()),
     }
 )
 """What a plugin has to change for a version, by version."""
@@ -77,8 +80,9 @@ class Claim(str, Enum):
 
     BACKWARD = "backward"
     GRADIENT_REDUCTION = "gradient_reduction"
-    GRADIENT_CLIPPING = "gradient_clipping"
     OPTIMIZER_STATE = "optimizer_state"
+    GRADIENT_CLIPPING = GRADIENT_REDUCTION
+    """The name that version 3 had for a part of it."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ class _KnownOptionsOnly:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyPlugin(_KnownOptionsOnly):
+class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
     """Base class of all strategies. By default hooks do nothing.
 
     Hooks are called in the order of the plan, ``teardown`` in reverse.
@@ -288,40 +292,16 @@ class StrategyPlugin(_KnownOptionsOnly):
     def after_backward(self, run: Run) -> None:
         """Called before ``accelerator.backward`` returns, when the gradients of this micro-batch exist."""
 
-    @hook("gradients are averaged over items", owner=Claim.GRADIENT_REDUCTION)
-    def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: torch.Tensor, run: Run) -> None:
-        """Owner of :attr:`Claim.GRADIENT_REDUCTION`: multiplies the gradients of local parameters, wherever they are
-        stored, by ``factor`` (0-dim, fp32)."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-    @hook("gradients are clipped", owner=Claim.GRADIENT_CLIPPING)
-    def clip_grad_norm(
-        self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, run: Run
-    ) -> torch.Tensor:
-        """Owner of :attr:`Claim.GRADIENT_CLIPPING`: scales gradients so that their global norm is at most ``max_norm``.
-
-        Returns:
-            The norm before clipping over every element of the original parameters, each counted once; 0-dim, fp32.
-        """
-        raise NotImplementedError  # check_contract refuses an owner without it
-
-    @hook("gradients are clipped", owner=Claim.GRADIENT_CLIPPING)
-    def clip_grad_value(self, parameters: list[torch.nn.Parameter], clip_value: float, run: Run) -> None:
-        """Owner of :attr:`Claim.GRADIENT_CLIPPING`: clamps every gradient element to ``[-clip_value, clip_value]``."""
+    @hook("gradients are reduced", owner=Claim.GRADIENT_REDUCTION)
+    def gradients(self, run: Run) -> Gradients:
+        """Owner of :attr:`Claim.GRADIENT_REDUCTION`: returns the reduced gradients of this run, wherever they are
+        stored. The run averages, clips and reads them through this object (:attr:`Run.gradients`)."""
         raise NotImplementedError  # check_contract refuses an owner without it
 
     @hook("gradients were clipped")
     def after_clipping(self, norm: torch.Tensor, run: Run) -> None:
-        """Called after gradients were clipped to a norm; ``norm`` is what :meth:`clip_grad_norm` returned. Reading it
+        """Called after gradients were clipped to a norm; ``norm`` is their norm before, 0-dim. Reading it
         would execute the pending graph of a lazy device."""
-
-    @hook("gradients are read", owner=Claim.GRADIENT_REDUCTION)
-    def full_gradient(self, parameter: torch.nn.Parameter, run: Run) -> torch.Tensor | None:
-        """Owner of :attr:`Claim.GRADIENT_REDUCTION`: returns the reduced gradient of a local parameter, in its local
-        shape, or None if it has none. Collective: all ranks of the parameter's group call it in the same order."""
-        return parameter.grad
 
     @hook("the optimizer steps")
     def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
@@ -399,12 +379,15 @@ HOOKS: Mapping[str, Moment] = MappingProxyType(
 )
 """Every hook of a run by name, in the order in which they are called."""
 
+_WITHDRAWN = {"transform_scheduler": 1, "config_dict": 1, "model_init": 2, "lazy_load": 2}
+"""Methods of plugins that earlier versions had, and the last version that had them."""
+
 _ENTAILS: Mapping[Claim, tuple[frozenset[str], ...]] = {
     Claim.BACKWARD: (frozenset({"backward"}),),
     Claim.GRADIENT_REDUCTION: (
+        frozenset({"gradients"}),
         frozenset({"transform_model", "transform_optimizer", "after_backward", "before_step", "after_step"}),
     ),
-    Claim.GRADIENT_CLIPPING: (frozenset({"clip_grad_norm"}), frozenset({"clip_grad_value"})),
     Claim.OPTIMIZER_STATE: (frozenset({"transform_optimizer"}),),
 }
 """Hooks that an owner must implement: at least one of each set."""
@@ -414,6 +397,12 @@ def overrides(plugin: StrategyPlugin | type[StrategyPlugin], name: str) -> bool:
     """Returns whether a plugin implements a hook."""
     cls = plugin if isinstance(plugin, type) else type(plugin)
     return getattr(cls, name) is not getattr(StrategyPlugin, name)
+
+
+def hooks_of(plugin: StrategyPlugin) -> dict[str, Callable[..., Any]]:
+    """Returns the hooks that a plugin implements, bound to it, by name."""
+    hooks = {name: getattr(plugin, name) for name in HOOKS if overrides(plugin, name)}
+    return version_3.adapted(plugin, hooks) if version_3.is_of(type(plugin)) else hooks
 
 
 # ---- Checking a plugin class -----------------------------------------------------------------------------------------
@@ -470,6 +459,11 @@ def check_version(cls: type[StrategyPlugin], source: str, where: str) -> None:
         PluginError: if it does not.
     """
     version = cls.spec.api_version
+    withdrawn = [name for name in _WITHDRAWN if hasattr(cls, name)]
+    if version is None and not withdrawn and version_3.may_be(cls):
+        return
+    if version is None and withdrawn:
+        version = _WITHDRAWN[withdrawn[0]]
     if version is None:
         raise PluginError(
             f"Plugin {cls.spec.name!r} does not state the version of the plugin contract that it was written for.",
@@ -495,13 +489,18 @@ def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
     arguments."""
     problems = []
     known = [*HOOKS, "axes", "companions", "validate", "sharded_over_replicas"]
+    former = version_3.INSTEAD
+    if version_3.is_of(cls):
+        known, former = [*known, *former], {}
     for base in cls.__mro__:
         if base is StrategyPlugin or not issubclass(base, StrategyPlugin):
             continue
         for name, value in vars(base).items():
             if not inspect.isfunction(value) or name.startswith("_"):
                 continue
-            if name in known:
+            if name in former:
+                problems.append(f"{name} is not a hook any more: {former[name]}")
+            elif name in known:
                 problems += _signature_problems(name, value)
             elif near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
                 problems.append(f"{name} is not a hook and never called; did you mean {near[0]}?")
@@ -530,6 +529,6 @@ def claim_problems(cls: type[StrategyPlugin]) -> list[str]:
             problems.append(f"{name} is only called on the owner of {moment.owner.value}, which it does not claim")
     for claim in sorted(claims):
         for choice in _ENTAILS[claim]:
-            if not any(overrides(cls, name) for name in choice):
+            if not version_3.has_instead(cls, choice) and not any(overrides(cls, name) for name in choice):
                 problems.append(f"it claims {claim.value} and has no {' or '.join(sorted(choice))}")
     return problems

@@ -18,7 +18,8 @@ from torch.nn.modules.module import (
 )
 
 from neuron_accel.backends.randomness import RankRandomness
-from neuron_accel.engine.plan.plugin import HOOKS, Phase, overrides
+from neuron_accel.engine.optim.norms import Gradients
+from neuron_accel.engine.plan.plugin import HOOKS, Claim, Phase, hooks_of
 from neuron_accel.engine.runtime.join import Join
 from neuron_accel.engine.runtime.shared_inputs import SharedInputs
 from neuron_accel.engine.sharding.parameters import ParameterMap, ParameterRecord
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from neuron_accel.engine.plan.hardware import Hardware
     from neuron_accel.engine.plan.mesh import Mesh
     from neuron_accel.engine.plan.plan import Plan
-    from neuron_accel.engine.plan.plugin import Claim, StrategyPlugin
+    from neuron_accel.engine.plan.plugin import StrategyPlugin
 
 
 @dataclass
@@ -205,7 +206,7 @@ class BoundHooks:
     def __init__(self, plan: Plan, events: Events) -> None:
         self._events = events
         self._bound = {
-            name: tuple(getattr(plugin, name) for plugin in plan.plugins if overrides(plugin, name)) for name in HOOKS
+            name: tuple(hooks[name] for hooks in map(hooks_of, plan.plugins) if name in hooks) for name in HOOKS
         }
         self._as_events = {name: tuple(_HookEvent(hook, events) for hook in self._bound[name]) for name in HOOKS}
 
@@ -356,6 +357,15 @@ class Run:
     def owner(self, claim: Claim) -> StrategyPlugin | None:
         """Returns the plugin that owns a responsibility, or None."""
         return self._owners.get(claim)
+
+    @property
+    def gradients(self) -> Gradients:
+        """The reduced gradients, wherever their owner stores them."""
+        owner = self.owner(Claim.GRADIENT_REDUCTION)
+        for hook in self.hooks["gradients"]:
+            if hook.__self__.spec is owner.spec:  # type: ignore[attr-defined, union-attr]  # a bound method of the owner
+                return hook(self)
+        return Gradients(self)
 
     @cached_property
     def _owners(self) -> dict[Claim, StrategyPlugin]:

@@ -61,7 +61,7 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
     every: int = 1
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="activation_checkpointing", api_version=3, phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
+        name="activation_checkpointing", api_version=4, phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
     )
 
     def __post_init__(self) -> None:

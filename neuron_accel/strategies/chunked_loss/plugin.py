@@ -53,7 +53,7 @@ class ChunkedLossPlugin(StrategyPlugin):
     head: str | None = None
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="chunked_loss", api_version=3, phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
+        name="chunked_loss", api_version=4, phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
     )
 
     def __post_init__(self) -> None:

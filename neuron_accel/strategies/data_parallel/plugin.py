@@ -7,22 +7,20 @@ The plugin is the default owner of gradient reduction and clipping. The reductio
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
 
 from neuron_accel.contract import (
     BufferBroadcast,
     Claim,
     ConfigurationError,
     GradientReducer,
+    Gradients,
     Phase,
     PluginSpec,
     StrategyPlugin,
-    clip_by_norm,
-    clip_by_value,
-    gradient_parts,
 )
 
 if TYPE_CHECKING:
@@ -42,9 +40,9 @@ class DataParallelPlugin(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="data_parallel",
-        api_version=3,
+        api_version=4,
         phase=Phase.GRADIENTS,
-        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}),
+        claims=frozenset({Claim.GRADIENT_REDUCTION}),
     )
 
     bucket_cap_mb: float = 25.0
@@ -90,28 +88,9 @@ class DataParallelPlugin(StrategyPlugin):
         for buffers in run.state(self).get("buffers", []):
             buffers.after_step()
 
-    def clip_grad_norm(
-        self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
-    ) -> torch.Tensor:
-        """Scales gradients to a global norm."""
-        self._flush(run)
-        return clip_by_norm(gradient_parts(parameters, run), max_norm, norm_type, run)
-
-    def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
-        """Clamps gradients."""
-        self._flush(run)
-        clip_by_value(gradient_parts(parameters, run), clip_value)
-
-    def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
-        """Multiplies reduced gradients."""
-        self._flush(run)
-        super().scale_gradients(parameters, factor, run)
-
-    def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
-        """The reduced gradient, ``parameter.grad``."""
-        for reducer in self._reducers(run):
-            reducer.flush()
-        return parameter.grad
+    def gradients(self, run: Run) -> Gradients:
+        """Completes the reduction."""
+        return Gradients(run, partial(self._flush, run), partial(self._flush, run, in_step=False))
 
     def teardown(self, run: Run) -> None:
         """Removes the hooks from parameters and modules."""
@@ -121,10 +100,10 @@ class DataParallelPlugin(StrategyPlugin):
             buffers.close()
         run.state(self).clear()
 
-    def _flush(self, run: Run) -> None:
-        """Before gradients are used for a step."""
+    def _flush(self, run: Run, *, in_step: bool = True) -> None:
+        """Before gradients are used, for a step or otherwise."""
         for reducer in self._reducers(run):
-            reducer.before_step()
+            reducer.before_step() if in_step else reducer.flush()
 
     def _reducers(self, run: Run) -> list[GradientReducer]:
         return run.state(self).get("reducers", [])

@@ -48,7 +48,7 @@ class FlashAttentionPlugin(StrategyPlugin):
     right_padded: bool = False
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="flash_attention", api_version=3, phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
+        name="flash_attention", api_version=4, phase=Phase.MEMORY, provides=frozenset({"weights-in-passes"})
     )
 
     def __post_init__(self) -> None:

@@ -73,9 +73,9 @@ class FullyShardedPlugin(Zero1Plugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="fully_sharded",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
-        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
+        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.OPTIMIZER_STATE}),
         lazy_load=True,
         reads_weights=True,
     )

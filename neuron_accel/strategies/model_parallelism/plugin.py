@@ -33,7 +33,7 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
     sequence_parallel_enabled: bool = False
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="model_parallelism", api_version=3, phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
+        name="model_parallelism", api_version=4, phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
     )
     supports = staticmethod(TensorParallelPlugin.supports)
 

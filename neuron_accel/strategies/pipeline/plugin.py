@@ -47,7 +47,7 @@ class PipelineParallelPlugin(PipelineOptions):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="pipeline_parallel",
-        api_version=3,
+        api_version=4,
         phase=Phase.STAGES,
         provides=frozenset({"weights-in-passes"}),
         claims=frozenset({Claim.BACKWARD}),

@@ -66,7 +66,7 @@ class SequenceParallelPlugin(StrategyPlugin):
 
     spec = PluginSpec(
         name="sequence_parallel",
-        api_version=3,
+        api_version=4,
         phase=Phase.ACTIVATIONS,
         requires=frozenset({"axis:tp"}),
         provides=frozenset({"weights-in-passes"}),

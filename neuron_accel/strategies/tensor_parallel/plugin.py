@@ -74,7 +74,7 @@ class TensorParallelPlugin(TensorParallelOptions):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="tensor_parallel",
-        api_version=3,
+        api_version=4,
         phase=Phase.LAYOUT,
         provides=frozenset({"weights-in-passes"}),
         lazy_load=True,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
 from neuron_accel.contract import (
     BufferBroadcast,
@@ -17,16 +16,14 @@ from neuron_accel.contract import (
     GradientReducer,
     Phase,
     PluginSpec,
+    ShardedGradients,
     ShardedOptimizer,
     StrategyPlugin,
     UsageError,
-    clip_by_norm,
-    clip_by_value,
-    gradient_parts,
 )
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import GradientPart, PreparedModel, Run
+    from neuron_accel.contract import PreparedModel, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +60,9 @@ class Zero1Plugin(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="zero1",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
-        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING, Claim.OPTIMIZER_STATE}),
+        claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.OPTIMIZER_STATE}),
     )
 
     removed_options: ClassVar[Mapping[str, str]] = {
@@ -178,28 +175,9 @@ class Zero1Plugin(StrategyPlugin):
         for optimizer in self._optimizers(run):
             optimizer.take_user_weights()
 
-    def clip_grad_norm(
-        self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, run: Run
-    ) -> torch.Tensor:
-        """Scales this rank's shards by the global norm."""
-        return clip_by_norm(self._parts(parameters, run), max_norm, norm_type, run)
-
-    def clip_grad_value(self, parameters: list[nn.Parameter], clip_value: float, run: Run) -> None:
-        """Clamps the elements of this rank's shards."""
-        clip_by_value(self._parts(parameters, run), clip_value)
-
-    def scale_gradients(self, parameters: list[nn.Parameter], factor: torch.Tensor, run: Run) -> None:
-        """Multiplies this rank's shards."""
-        for part in self._parts(parameters, run):
-            if part.tensor is not None:
-                part.tensor.mul_(factor)
-
-    def full_gradient(self, parameter: nn.Parameter, run: Run) -> torch.Tensor | None:
-        """Gathers the gradient from its shards."""
-        for optimizer in self._flushed(run):
-            if parameter in optimizer.sharded_parameters:
-                return optimizer.full_gradient(parameter)
-        return parameter.grad
+    def gradients(self, run: Run) -> ShardedGradients:
+        """Completes the reduction, and finds this rank's shards."""
+        return ShardedGradients(run, self._averagers(run), self._optimizers(run))
 
     def teardown(self, run: Run) -> None:
         """Removes hooks and drops gradients."""
@@ -217,17 +195,3 @@ class Zero1Plugin(StrategyPlugin):
     def _averagers(self, run: Run) -> list[GradientReducer]:
         """The reducers of gradients that no optimizer shards, for example of a model prepared without one."""
         return run.state(self).get("averagers", [])
-
-    def _parts(self, parameters: list[nn.Parameter], run: Run) -> list[GradientPart]:
-        """This rank's shards of the reduced gradients, and the gradients that no optimizer shards."""
-        optimizers = self._flushed(run)
-        sharded = {p for optimizer in optimizers for p in optimizer.sharded_parameters}
-        parts = [part for optimizer in optimizers for part in optimizer.gradient_parts(parameters)]
-        return parts + gradient_parts([p for p in parameters if p not in sharded], run)
-
-    def _flushed(self, run: Run) -> list[ShardedOptimizer]:
-        for averager in self._averagers(run):
-            averager.flush()
-        for optimizer in self._optimizers(run):
-            optimizer.flush()
-        return self._optimizers(run)

@@ -27,7 +27,7 @@ class Corrupts(StrategyPlugin):
     """Corrupts what ``what`` names on one rank in a step, counted from 1."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="corrupts", api_version=3, phase=Phase.ADAPTATION, provides=frozenset({"gathered-weights"})
+        name="corrupts", api_version=4, phase=Phase.ADAPTATION, provides=frozenset({"gathered-weights"})
     )
 
     what: str

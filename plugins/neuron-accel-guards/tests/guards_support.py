@@ -137,7 +137,7 @@ def evaluate(accelerator, model):
 class PlantsNaN(StrategyPlugin):
     """Makes the gradient of one parameter NaN on one rank, where its state says so, before anything sums it."""
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="plants_nan", api_version=3, phase=Phase.GRADIENTS)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="plants_nan", api_version=4, phase=Phase.GRADIENTS)
 
     rank: int = 1
 

@@ -779,14 +779,14 @@ def test_a_plugin_stays_beside_its_companion(folder):
     from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
 
     class Helper(StrategyPlugin):
-        spec: ClassVar[PluginSpec] = PluginSpec(name="helper", api_version=3, phase=Phase.ACTIVATIONS)
+        spec: ClassVar[PluginSpec] = PluginSpec(name="helper", api_version=4, phase=Phase.ACTIVATIONS)
 
         def transform_model(self, model, run):
             assert run.plan.plugin("helped").companions()
 
     @dataclass(frozen=True, kw_only=True)
     class Helped(StrategyPlugin):
-        spec: ClassVar[PluginSpec] = PluginSpec(name="helped", api_version=3, phase=Phase.ADAPTATION)
+        spec: ClassVar[PluginSpec] = PluginSpec(name="helped", api_version=4, phase=Phase.ADAPTATION)
 
         def companions(self):
             return (Helper(),)
@@ -804,7 +804,7 @@ def test_a_layout_is_held_against_the_runtime_that_it_will_have():
     kinds = [AxisKind.MODEL, AxisKind.SEQUENCE, AxisKind.STAGE, AxisKind.DATA, *[AxisKind.MODEL] * 3]
 
     class FurtherAxes(StrategyPlugin):
-        spec = PluginSpec(name="further", api_version=3, phase=Phase.LAYOUT)
+        spec = PluginSpec(name="further", api_version=4, phase=Phase.LAYOUT)
 
         def axes(self):
             return tuple(AxisSpec(name=f"a{n}", degree=2, kind=kind) for n, kind in enumerate(kinds))

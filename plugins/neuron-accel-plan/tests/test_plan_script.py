@@ -171,7 +171,7 @@ def test_a_trainer_is_counted(tmp_path):
 @dataclass(frozen=True, kw_only=True)
 class LooksAtValues(StrategyPlugin):
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="looks", api_version=3, phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
+        name="looks", api_version=4, phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"})
     )
 
 

@@ -38,7 +38,7 @@ class DiLoCo(StrategyPlugin):
     Nesterov momentum ("DiLoCo: Distributed Low-Communication Training of Language Models", Douillard et al., 2023)."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="diloco", api_version=3, phase=Phase.OPTIMIZER, after=frozenset({"zero1"})
+        name="diloco", api_version=4, phase=Phase.OPTIMIZER, after=frozenset({"zero1"})
     )
 
     islands: int = 2
@@ -227,7 +227,7 @@ def _weights(paths: list[Path]) -> dict[str, torch.Tensor]:
 class Settle(StrategyPlugin):
     """Averages the weights of ranks that took steps independently, before they are saved."""
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="settle", api_version=3, phase=Phase.OPTIMIZER)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="settle", api_version=4, phase=Phase.OPTIMIZER)
 
     def before_save(self, run: contract.Run) -> None:
         group = run.group("dp")

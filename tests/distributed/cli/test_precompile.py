@@ -30,7 +30,7 @@ import json, os, sys, torch
 from neuron_accel import NeuronAccelerator
 from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
 class Looks(StrategyPlugin):
-    spec = PluginSpec(name="looks", api_version=3, phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"}))
+    spec = PluginSpec(name="looks", api_version=4, phase=Phase.OPTIMIZER, provides=frozenset({"looks-at-values"}))
 accelerator = NeuronAccelerator(gradient_accumulation_steps=2, plugins=[Looks()], zero_1=True)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters())

@@ -146,7 +146,7 @@ def test_the_division_falls_to_the_step_and_counts_what_no_sync_left(plugins):
 class WeightsByItself(StrategyPlugin):
     """Weights losses by numbers of its own, so that the loop may not."""
 
-    spec = PluginSpec(name="weights_by_itself", api_version=3, phase=Phase.GRADIENTS)
+    spec = PluginSpec(name="weights_by_itself", api_version=4, phase=Phase.GRADIENTS)
 
     def before_backward(self, loss, run):
         if run.num_items is not None:

@@ -19,7 +19,7 @@ class Rings(StrategyPlugin):
     degree: int = 2
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="rings",
-        api_version=3,
+        api_version=4,
         phase=Phase.ACTIVATIONS,
         claims=frozenset({Claim.BACKWARD}),
         requires=frozenset({"axis:tp"}),
@@ -32,7 +32,7 @@ class Rings(StrategyPlugin):
 @dataclass(frozen=True, kw_only=True)
 class NeedsOptions(StrategyPlugin):
     degree: int
-    spec: ClassVar[PluginSpec] = PluginSpec(name="needs_options", api_version=3, phase=Phase.LAYOUT)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="needs_options", api_version=4, phase=Phase.LAYOUT)
 
 
 def entry(name, value, **changes):
@@ -53,7 +53,7 @@ class Towers(StrategyPlugin):
     """A plugin with an axis, and optionally a companion with another axis."""
 
     storeys: int = 1
-    spec: ClassVar[PluginSpec] = PluginSpec(name="towers", api_version=3, phase=Phase.LAYOUT)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="towers", api_version=4, phase=Phase.LAYOUT)
 
     def axes(self):
         return (AxisSpec(name="tp", degree=2, kind=AxisKind.MODEL),)
@@ -104,7 +104,7 @@ def test_the_command_lists_the_built_in_plugins(capsys):
 
 @dataclass(frozen=True, kw_only=True)
 class Crashing(StrategyPlugin):
-    spec: ClassVar[PluginSpec] = PluginSpec(name="crashing", api_version=3, phase=Phase.LAYOUT)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="crashing", api_version=4, phase=Phase.LAYOUT)
 
     def axes(self):
         return 1 // 0

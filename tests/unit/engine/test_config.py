@@ -46,7 +46,7 @@ class Part:
 class Typed(StrategyPlugin):
     """One option of every type that a configuration can hold."""
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="typed", api_version=3, phase=Phase.MEMORY)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="typed", api_version=4, phase=Phase.MEMORY)
     flag: bool = False
     count: int = 1
     rate: float = 1.0
@@ -80,7 +80,7 @@ class Typed(StrategyPlugin):
 
 @dataclass(frozen=True, kw_only=True)
 class Needy(StrategyPlugin):
-    spec: ClassVar[PluginSpec] = PluginSpec(name="needy", api_version=3, phase=Phase.MEMORY)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="needy", api_version=4, phase=Phase.MEMORY)
     size: int
     note: str = ""
 
@@ -375,7 +375,7 @@ def test_files_that_cannot_be_read(tmp_path, registry):
 def test_an_annotation_that_does_not_exist(registry):
     @dataclass(frozen=True, kw_only=True)
     class Vague(StrategyPlugin):
-        spec: ClassVar[PluginSpec] = PluginSpec(name="vague", api_version=3, phase=Phase.MEMORY)
+        spec: ClassVar[PluginSpec] = PluginSpec(name="vague", api_version=4, phase=Phase.MEMORY)
         what: Missing = None  # noqa: F821
 
     own = Registry()
@@ -494,7 +494,7 @@ def test_a_file_may_not_name_infinity_either(tmp_path, registry):
 def test_a_field_may_ask_for_infinity_and_a_class_may_convert():
     @dataclass(frozen=True, kw_only=True)
     class Tolerant(StrategyPlugin):
-        spec: ClassVar[PluginSpec] = PluginSpec(name="tolerant", api_version=3, phase=Phase.MEMORY)
+        spec: ClassVar[PluginSpec] = PluginSpec(name="tolerant", api_version=4, phase=Phase.MEMORY)
         order: float = field(default=2.0, metadata={"finite": False})
         names: tuple[str, ...] = ()
         unknown: Missing = None  # noqa: F821
@@ -605,7 +605,7 @@ def test_the_built_in_plugins_round_trip():
 
 
 class WithoutOptions(StrategyPlugin):
-    spec = PluginSpec(name="without_options", api_version=3, phase=Phase.ACTIVATIONS)
+    spec = PluginSpec(name="without_options", api_version=4, phase=Phase.ACTIVATIONS)
 
 
 @pytest.mark.parametrize(

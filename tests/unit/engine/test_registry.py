@@ -32,10 +32,11 @@ from neuron_accel.engine.plan.plugin import Claim, Phase, PluginSpec, StrategyPl
 @dataclass(frozen=True, kw_only=True)
 class {name}(StrategyPlugin):
     spec = PluginSpec(
-        name="{spec}", api_version=3, phase=Phase.GRADIENTS, claims=frozenset({{Claim.GRADIENT_REDUCTION}})
+        name="{spec}", api_version=4, phase=Phase.GRADIENTS, claims=frozenset({{Claim.GRADIENT_REDUCTION}})
     )
 
     def after_backward(self, run): pass
+    def gradients(self, run): pass
 """
 
 Install = Callable[..., None]
@@ -147,7 +148,7 @@ def test_an_entry_point_that_calls_itself_otherwise(installed, tmp_path):
 
 
 def test_another_version_of_the_contract_names_the_distribution(installed, tmp_path):
-    source = MODULE.format(name="A", spec="a").replace("api_version=3", "api_version=99")
+    source = MODULE.format(name="A", spec="a").replace("api_version=4", "api_version=99")
     installed("future-dist", "installed_a", source, a="installed_a:A")
     error = refusal(lambda: registry_of(tmp_path).get("a"))
     assert "version 99 of the plugin contract" in error.what
@@ -224,11 +225,11 @@ def test_register_plugin_reaches_the_registry_of_the_process():
 
 # ---- default owners --------------------------------------------------------------------------------------------------
 def test_a_default_owner_is_one_object_for_all_its_responsibilities(installed, tmp_path):
-    owners = "gradient_reduction = installed_a:A\ngradient_clipping = installed_a:A"
+    owners = "gradient_reduction = installed_a:A\noptimizer_state = installed_a:A"
     installed("some-dist", "installed_a", MODULE.format(name="A", spec="a"), owners=owners)
     found = registry_of(tmp_path).default_owners()
-    assert set(found) == {Claim.GRADIENT_REDUCTION, Claim.GRADIENT_CLIPPING}
-    assert found[Claim.GRADIENT_REDUCTION] is found[Claim.GRADIENT_CLIPPING]
+    assert set(found) == {Claim.GRADIENT_REDUCTION, Claim.OPTIMIZER_STATE}
+    assert found[Claim.GRADIENT_REDUCTION] is found[Claim.OPTIMIZER_STATE]
     assert registry_of(tmp_path, disabled=["a"]).default_owners() == {}
 
 
@@ -236,7 +237,6 @@ def test_the_built_in_default_owners():
     owners = Registry.from_environment({}).default_owners()
     assert {claim.value: owner.spec.name for claim, owner in owners.items()} == {
         "gradient_reduction": "data_parallel",
-        "gradient_clipping": "data_parallel",
     }
     assert Registry.from_environment({}).provenance(type(owners[Claim.GRADIENT_REDUCTION])).startswith("neuron-accel ")
 

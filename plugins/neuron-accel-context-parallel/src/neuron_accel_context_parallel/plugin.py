@@ -41,7 +41,7 @@ class ContextParallelPlugin(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="context_parallel",
-        api_version=3,
+        api_version=4,
         phase=Phase.ACTIVATIONS,
         after=frozenset({"sequence_parallel"}),
         provides=frozenset({"gathered-weights"}),  # weights are read by the model's own layers only

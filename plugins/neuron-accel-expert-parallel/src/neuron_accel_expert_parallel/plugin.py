@@ -54,7 +54,7 @@ class ExpertParallelPlugin(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="expert_parallel",
-        api_version=3,
+        api_version=4,
         phase=Phase.LAYOUT,
         after=frozenset({"tensor_parallel"}),
         provides=frozenset({"gathered-weights"}),

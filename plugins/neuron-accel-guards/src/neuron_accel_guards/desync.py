@@ -42,7 +42,7 @@ class DesyncGuard(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="desync_guard",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
         provides=frozenset({"looks-at-values", "weights-in-passes"}),
     )

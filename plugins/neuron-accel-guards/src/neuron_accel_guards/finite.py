@@ -52,7 +52,7 @@ class FiniteGuard(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="finite_guard",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
         provides=frozenset({"looks-at-values", "weights-in-passes"}),
     )

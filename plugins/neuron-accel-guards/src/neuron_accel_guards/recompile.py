@@ -53,7 +53,7 @@ class RecompileGuard(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="recompile_guard",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
         provides=frozenset({"looks-at-values", "weights-in-passes"}),
     )

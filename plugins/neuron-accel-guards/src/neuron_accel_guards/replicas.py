@@ -39,7 +39,7 @@ class ReplicaCheck(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="replica_check",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
         provides=frozenset({"looks-at-values", "gathered-weights"}),
     )

@@ -64,7 +64,7 @@ class SumCheck(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="sum_check",
-        api_version=3,
+        api_version=4,
         phase=Phase.OPTIMIZER,
         provides=frozenset({"looks-at-values", "gathered-weights"}),
     )

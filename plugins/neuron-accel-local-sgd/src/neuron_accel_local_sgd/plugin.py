@@ -51,7 +51,7 @@ class LocalSGDPlugin(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="local_sgd", api_version=3, phase=Phase.OPTIMIZER, after=frozenset({"zero1"})
+        name="local_sgd", api_version=4, phase=Phase.OPTIMIZER, after=frozenset({"zero1"})
     )
 
     islands: int

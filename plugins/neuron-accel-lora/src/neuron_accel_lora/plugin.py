@@ -65,7 +65,7 @@ class LoraPlugin(StrategyPlugin):
     trainable_parameters: int | None = None
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="lora", api_version=3, phase=Phase.ADAPTATION, provides=frozenset({"gathered-weights"})
+        name="lora", api_version=4, phase=Phase.ADAPTATION, provides=frozenset({"gathered-weights"})
     )
 
     def __post_init__(self) -> None:
@@ -189,7 +189,7 @@ class LoraLayersPlugin(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(
         name="lora_layers",
-        api_version=3,
+        api_version=4,
         phase=Phase.ACTIVATIONS,
         after=frozenset({"sequence_parallel", "context_parallel"}),
         provides=frozenset({"gathered-weights"}),

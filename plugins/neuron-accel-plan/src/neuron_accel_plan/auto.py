@@ -145,7 +145,7 @@ class AutoLayout(StrategyPlugin):
         reasons: a sentence.
     """
 
-    spec: ClassVar[PluginSpec] = PluginSpec(name="auto_layout", api_version=3, phase=Phase.ADAPTATION)
+    spec: ClassVar[PluginSpec] = PluginSpec(name="auto_layout", api_version=4, phase=Phase.ADAPTATION)
 
     question: dict[str, Any] = field(hash=False)
     answer: dict[str, Any] = field(hash=False)

@@ -381,7 +381,7 @@ class _First(_Observer):
     """Notifies a recorder before other plugins act."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="aa_planning", api_version=3, phase=Phase.ADAPTATION, provides=frozenset({"gathered-weights"})
+        name="aa_planning", api_version=4, phase=Phase.ADAPTATION, provides=frozenset({"gathered-weights"})
     )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
@@ -403,7 +403,7 @@ class _Last(_Observer):
     """Notifies a recorder after other plugins have acted."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="zz_planning", api_version=3, phase=Phase.OPTIMIZER, provides=frozenset({"gathered-weights"})
+        name="zz_planning", api_version=4, phase=Phase.OPTIMIZER, provides=frozenset({"gathered-weights"})
     )
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:

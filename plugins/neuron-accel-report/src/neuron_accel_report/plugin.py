@@ -100,7 +100,7 @@ class RunReportPlugin(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="run_report", api_version=3, phase=Phase.OPTIMIZER, provides=frozenset({"weights-in-passes"})
+        name="run_report", api_version=4, phase=Phase.OPTIMIZER, provides=frozenset({"weights-in-passes"})
     )
 
     folder: Path = Path("run_report")

@@ -85,7 +85,7 @@ class _ShardsExperts(StrategyPlugin):
     """Shards the experts over ranks with other samples, as expert parallelism does."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="kit_shards_experts", api_version=3, phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
+        name="kit_shards_experts", api_version=4, phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
     )
 
     def axes(self) -> tuple[AxisSpec, ...]:
@@ -105,7 +105,7 @@ class _HoldsTwice(StrategyPlugin):
     """Ranks along an axis of kind MODEL hold the same elements: one parameter by its holders, one by its layout."""
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="kit_holds_twice", api_version=3, phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
+        name="kit_holds_twice", api_version=4, phase=Phase.LAYOUT, provides=frozenset({"weights-in-passes"})
     )
 
     def axes(self) -> tuple[AxisSpec, ...]:
@@ -118,7 +118,7 @@ class _HoldsTwice(StrategyPlugin):
 @dataclass(frozen=True, kw_only=True)
 class _ReducesInBF16(StrategyPlugin):
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="kit_reduces_in_bf16", api_version=3, phase=Phase.PRECISION, provides=frozenset({"weights-in-passes"})
+        name="kit_reduces_in_bf16", api_version=4, phase=Phase.PRECISION, provides=frozenset({"weights-in-passes"})
     )
 
     def transform_model(self, model: Any, run: Any) -> None:
@@ -375,7 +375,7 @@ def uneven_averages(make: Make) -> list[str]:
 
 
 def items(make: Make) -> list[str]:
-    """With `num_items` gradients are averages over items: `scale_gradients` multiplies all of them, once reduced."""
+    """With `num_items` gradients are averages over items: `run.gradients.scale` multiplies all, once reduced."""
     trial = make()
     counts = [[1 + rank, 5 + 2 * rank] for rank in range(trial.size)]
     total = sum(map(sum, counts))
@@ -474,9 +474,6 @@ PROMISES: dict[str, Callable[[Make], list[str]]] = {
 }
 """The promises by name, in the order of the documentation."""
 
-OF_CLIPPING = ("reduced_before_clipping", "reduced_before_clipping_inf", "reduced_before_clipping_values", "held_twice")
-"""Those that need an owner of clipping, too."""
-
 ON_XLA = (
     "sharded_over_samples",
     "kept",
@@ -497,7 +494,6 @@ def promised(plugin: StrategyPlugin, backend: str) -> list[str]:
     if Claim.GRADIENT_REDUCTION not in claims:
         return []
     left_out = {
-        *(() if Claim.GRADIENT_CLIPPING in claims else OF_CLIPPING),
         *((name for name in PROMISES if name not in ON_XLA) if backend == "xla" else ()),
         # who shards the optimizer's state cannot let ranks step by themselves
         *(("step_inside_no_sync",) if Claim.OPTIMIZER_STATE in claims else ()),

@@ -89,7 +89,7 @@ class ExpertParallelPlugin(StrategyPlugin):
     """
 
     spec: ClassVar[PluginSpec] = PluginSpec(
-        name="test_expert_parallel", api_version=3, phase=Phase.LAYOUT, provides=frozenset({"gathered-weights"})
+        name="test_expert_parallel", api_version=4, phase=Phase.LAYOUT, provides=frozenset({"gathered-weights"})
     )
 
     size: int = 2

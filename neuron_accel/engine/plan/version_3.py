@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plugins of version 3 of the contract in a run of version 4, for one release: everything that knows version 3 is here.
+
+To be deleted with the release after, together with the base class of ``StrategyPlugin``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from neuron_accel.engine.optim.norms import Gradients
+
+VERSION = 3
+
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "scale_gradients": "gradients, whose parts the run scales",
+        "clip_grad_norm": "gradients, whose parts the run clips",
+        "clip_grad_value": "gradients, whose parts the run clips",
+        "full_gradient": "gradients, and its method full",
+    }
+)
+"""The hooks of version 3 that version 4 does not have, and what takes their place."""
+
+
+class Hooks:
+    """The hooks of version 3 that version 4 does not have, as others called them or as a plugin calls ``super()``."""
+
+    if not TYPE_CHECKING:
+
+        def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: torch.Tensor, run: Any) -> None:
+            _gradients(self, run).scale(parameters, factor)
+
+        def clip_grad_norm(
+            self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, run: Any
+        ) -> torch.Tensor:
+            return _gradients(self, run).clip_norm(parameters, max_norm, norm_type)
+
+        def clip_grad_value(self, parameters: list[torch.nn.Parameter], clip_value: float, run: Any) -> None:
+            _gradients(self, run).clip_value(parameters, clip_value)
+
+        def full_gradient(self, parameter: torch.nn.Parameter, run: Any) -> torch.Tensor | None:
+            return _gradients(self, run).full(parameter)
+
+
+NAMES = frozenset({"clip_by_norm", "clip_by_value"})
+"""Names of :mod:`neuron_accel.engine.optim.norms` that the contract had in version 3."""
+
+
+def is_of(cls: type[Any]) -> bool:
+    """Returns whether a plugin class was written for version 3, or states none, as most of that version do."""
+    return cls.spec.api_version in (VERSION, None)
+
+
+def may_be(cls: type[Any]) -> bool:
+    """Returns whether a plugin class that states no version can be of version 3: it has no hook of version 4 only."""
+    own = [base for base in cls.__mro__ if "spec" in vars(base)]
+    return not any(name in vars(base) for name in _SOURCES for base in own)
+
+
+def has_instead(cls: type[Any], hooks: Iterable[str]) -> bool:
+    """Returns whether a plugin class is of version 3, and has no need for any of these hooks of version 4."""
+    return is_of(cls) and any(name in _SOURCES for name in hooks)
+
+
+def has(plugin: object, name: str) -> bool:
+    """Returns whether a plugin, or its class, implements a hook of version 3."""
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    return getattr(cls, name) is not getattr(Hooks, name)
+
+
+def _gradients(plugin: Any, run: Any) -> Gradients:
+    """Of the base class, for what calls ``super()``, else of the owner."""
+    from neuron_accel.engine.optim.norms import Gradients  # needs torch, which planning does not
+
+    return Gradients(run) if is_of(type(plugin)) else plugin.gradients(run)
+
+
+def warn(cls: type[Any], where: str) -> None:
+    """Says that a plugin is of version 3, and what to change."""
+    used = [f"{name} is now {instead}" for name, instead in INSTEAD.items() if has(cls, name)]
+    warnings.warn(
+        f"Plugin {cls.spec.name!r} ({where}) was written for version 3 of the plugin contract, which the next release "
+        f"does not run. To change: {'; '.join((*used, 'api_version=4 in its spec'))}.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+
+
+def adapted(plugin: Any, same: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Returns the hooks of version 4 of a plugin of version 3, by name; ``same`` are those that have not changed."""
+    hooks = {name: hook for name, hook in same.items() if name not in _SOURCES}
+    adapter = _Adapter(plugin)
+    return hooks | {
+        name: getattr(adapter, name) for name, former in _SOURCES.items() if any(has(plugin, hook) for hook in former)
+    }
+
+
+_SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"gradients": ("scale_gradients", "clip_grad_norm", "clip_grad_value", "full_gradient")}
+)
+"""The hooks of version 4 that took the place of others, and these."""
+
+
+class _Adapter:
+    """The hooks of version 4 of a plugin of version 3."""
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin, self.spec = plugin, plugin.spec
+
+    def gradients(self, run: Any) -> Gradients:
+        from neuron_accel.engine.optim.norms import Gradients
+
+        plugin = self._plugin
+
+        class Former(Gradients):
+            def full(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+                return plugin.full_gradient(parameter, run)
+
+            def scale(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor) -> None:
+                plugin.scale_gradients(list(parameters), factor, run)
+
+            def norm(self, parameters: Iterable[torch.nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
+                return plugin.clip_grad_norm(list(parameters), float("inf"), norm_type, run)
+
+            def clip_norm(
+                self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float = 2.0
+            ) -> torch.Tensor:
+                return plugin.clip_grad_norm(list(parameters), max_norm, norm_type, run)
+
+            def clip_value(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
+                plugin.clip_grad_value(list(parameters), clip_value, run)
+
+        return Former(run)

@@ -1,0 +1,88 @@
+"""State of its own: a moving average of the weights, which is evaluated, and is saved and loaded with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, Run, ShardedState, StrategyPlugin
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightAverage(StrategyPlugin):
+    """Keeps an exponential moving average of the weights that train, in float32.
+
+    Each rank averages what it holds, so nothing is sent. Within ``averaged(accelerator.run)`` the model has the
+    averages, to be evaluated or saved.
+
+    Args:
+        decay: how much of the average a step keeps; from 0 to less than 1.
+    """
+
+    spec: ClassVar[PluginSpec] = PluginSpec(
+        name="weight_average",
+        phase=Phase.OPTIMIZER,
+        conflicts=frozenset({"fully_sharded"}),  # between steps no rank has weights to read there
+    )
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ConfigurationError(f"decay={self.decay} is not possible.", fix="choose one from 0 to less than 1")
+
+    def transform_optimizer(self, optimizer: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+        """Starts with the initial weights; now, so that a lazy device has one graph for all steps."""
+        averages = run.state(self).setdefault("averages", {})
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            averages[parameter] = parameter.detach().float().clone()
+        return optimizer
+
+    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            run.state(self)["averages"][parameter].lerp_(parameter.detach().float(), 1 - self.decay)
+
+    @contextmanager
+    def averaged(self, run: Run) -> Iterator[None]:
+        """A context in which the model has the averages. Enter it between steps, on every rank."""
+        averages = run.state(self)["averages"]
+        weights = {parameter: parameter.detach().clone() for parameter in averages}
+        self.copy(averages, run)
+        try:
+            yield
+        finally:
+            self.copy(weights, run)
+
+    @torch.no_grad()
+    def copy(self, values: dict[torch.nn.Parameter, torch.Tensor], run: Run) -> None:
+        for parameter, value in values.items():
+            parameter.copy_(value)
+        run.backend.step_boundary()  # a lazy device copies now, on every rank, whatever each reads next
+
+    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+        """By name and laid out like the parameters, so that any mesh can load it."""
+        averages, state = run.state(self).get("averages", {}), {}
+        for index, model in enumerate(run.models):
+            mine = {record.fqn: averages[record.current] for record in model.parameters if record.current in averages}
+            state[f"model {index}"] = ShardedState(mine, index)
+        return state
+
+    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+        for sharded in state.values():
+            for fqn, average in sharded.tensors.items():
+                parameter = run.models[sharded.model].parameters[fqn].current
+                run.state(self)["averages"][parameter].copy_(average)
+        run.state(self)["loaded"] = True
+
+    def after_load(self, run: Run) -> None:
+        """A checkpoint without averages: they start with its weights."""
+        if not run.state(self).pop("loaded", False):
+            for parameter, average in run.state(self).get("averages", {}).items():
+                average.copy_(parameter.detach())
+
+    def teardown(self, run: Run) -> None:
+        run.state(self).clear()
