@@ -42,7 +42,7 @@ def stepper(folder: str | None) -> Callable[[str, int], float]:
                 with events.collective("all_gather", group, 64, torch.float32):  # as of two ranks
                     pass
             else:
-                with events.open("zero1.after_backward", "hook"):
+                with events.open("zero1.backward_pass", "hook"):
                     pass
         optimizer.step()
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -66,7 +67,8 @@ class GradientNoise(StrategyPlugin):
             gradient = run.backend.all_reduce(gradient.clone(), run.group(*record.partial_axes))
         run.state(self)["squares"][record.current].append(gradient.detach().float().square().sum())
 
-    def after_backward(self, run: Run) -> None:
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
+        yield
         state, ranks = run.state(self), run.group(*run.mesh.gradient_axes)
         if not all(model.synchronises for model in run.models):
             return  # more micro-batches follow

@@ -81,28 +81,26 @@ class Step:
         options: dict[str, Any],
     ) -> None:
         run = self._run
-        loss = run.hooks.transform("before_backward", loss, run)
         owner = run.owner(Claim.BACKWARD)
-        if owner is None:
-            loss = self._weighted(loss, num_items, accumulation_steps)
-            lazy = [optimizer.lazy for optimizer in run.optimizers if optimizer.lazy is not None]
-            for each in lazy:
-                each.before_backward()
-            with run.driving_backward(loss):
-                differentiate(loss)
-            for each in lazy:
-                each.after_backward()
-        else:
-            if num_items is not None:
-                raise UsageError(
-                    "`num_items` is not possible here.",
-                    where=f"plugin {owner.spec.name!r}",
-                    why="it runs the backward pass before the loss reaches `backward`",
-                )
-            with run.driving_backward():
-                owner.backward(loss / accumulation_steps, run, **options)
-        for after_backward in run.hooks["after_backward"]:
-            after_backward(run)
+        with run.hooks.around("backward_pass", loss, run) as loss:
+            if owner is None:
+                loss = self._weighted(loss, num_items, accumulation_steps)
+                lazy = [optimizer.lazy for optimizer in run.optimizers if optimizer.lazy is not None]
+                for each in lazy:
+                    each.before_backward()
+                with run.driving_backward(loss):
+                    differentiate(loss)
+                for each in lazy:
+                    each.after_backward()
+            else:
+                if num_items is not None:
+                    raise UsageError(
+                        "`num_items` is not possible here.",
+                        where=f"plugin {owner.spec.name!r}",
+                        why="it runs the backward pass before the loss reaches `backward`",
+                    )
+                with run.driving_backward():
+                    owner.backward(loss / accumulation_steps, run, **options)
 
     def _weighted(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, steps: int) -> torch.Tensor:
         """The loss weighted by its number of items, and by the share of the batch's rows that are not repeats."""

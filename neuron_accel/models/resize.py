@@ -101,18 +101,15 @@ class Resize:
             UnsupportedModelError: if a table is not a plain layer, or the model's own method fails on another rank.
         """
         run = self._run
-        for before_reshape in run.hooks["before_reshape"]:
-            before_reshape(self._record, run)
-        full = {r.fqn: nn.Parameter(self._full(r), requires_grad=False) for r, *_ in self._records()}
-        plain_layers = {table.fqn: table.plain_layer(self._of(table, full)) for table in self._tables}
-        resized = self._resize(plain_layers, full, new_num_tokens, pad_to_multiple_of, mean_resizing)
-        for r, table, name in self._records():
-            self._shard(r, resized[table.fqn].get_parameter(name).detach())
-        for table in self._tables:
-            self._show_sizes(table, resized[table.fqn])
-        self._parameters.follow(self._model)
-        for after_reshape in run.hooks["after_reshape"]:
-            after_reshape(self._record, run)
+        with run.hooks.around("reshape", self._record, run):
+            full = {r.fqn: nn.Parameter(self._full(r), requires_grad=False) for r, *_ in self._records()}
+            plain_layers = {table.fqn: table.plain_layer(self._of(table, full)) for table in self._tables}
+            resized = self._resize(plain_layers, full, new_num_tokens, pad_to_multiple_of, mean_resizing)
+            for r, table, name in self._records():
+                self._shard(r, resized[table.fqn].get_parameter(name).detach())
+            for table in self._tables:
+                self._show_sizes(table, resized[table.fqn])
+            self._parameters.follow(self._model)
         return self._owner.get_input_embeddings()
 
     def _records(self) -> list[tuple[ParameterRecord, _Table, str]]:

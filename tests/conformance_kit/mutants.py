@@ -138,8 +138,8 @@ class RefusesWithoutAdvice(StrategyPlugin):
 class HalvesGradients(StrategyPlugin):
     spec = spec("halves_gradients")
 
-    def before_backward(self, loss, run):
-        return loss / 2
+    def backward_pass(self, loss, run):
+        yield loss / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +148,8 @@ class DividesTwice(StrategyPlugin):
 
     spec = spec("divides_twice")
 
-    def before_backward(self, loss, run):
-        return loss * run.backward_scale()
+    def backward_pass(self, loss, run):
+        yield loss * run.backward_scale()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,12 +387,10 @@ class Owner(StrategyPlugin):
         state.setdefault("reducers", []).append(GradientReducer(model, run, 0.0001))
         state.setdefault("buffers", []).append(BufferBroadcast(model, run))
 
-    def before_backward(self, loss, run):
+    def backward_pass(self, loss, run):
         for reducer in run.state(self)["reducers"]:
             reducer.begin_backward()
-        return loss
-
-    def after_backward(self, run):
+        yield
         for reducer in run.state(self)["reducers"]:
             reducer.end_backward()
 
@@ -410,7 +408,8 @@ class Owner(StrategyPlugin):
         for reducer in run.state(self)["reducers"]:
             reducer.flush()
 
-    def after_reshape(self, model, run):
+    def reshape(self, model, run):
+        yield
         for reducer in run.state(self)["reducers"]:
             reducer.restart()
 
@@ -430,23 +429,25 @@ class Owner(StrategyPlugin):
 class SumsShards(Owner):
     """Divides by the ranks over which it has summed, instead of all ranks with other samples."""
 
-    def after_backward(self, run):
-        super().after_backward(run)
+    def backward_pass(self, loss, run):
+        yield from super().backward_pass(loss, run)
         for record in self.records(run):
             if record.layout.axes and record.current.grad is not None:
                 record.current.grad.mul_(run.data_parallel_size)
 
 
 class ReducesKeptAgain(Owner):
-    def before_backward(self, loss, run):
-        return loss
+    def backward_pass(self, loss, run):
+        yield
+        for reducer in run.state(self)["reducers"]:
+            reducer.end_backward()
 
 
 class IgnoresNoSync(Owner):
-    def before_backward(self, loss, run):
+    def backward_pass(self, loss, run):
         for model in run.state(self)["models"]:
             model.synchronises = True
-        return super().before_backward(loss, run)
+        yield from super().backward_pass(loss, run)
 
 
 class UsesUnreduced(Owner):
@@ -466,8 +467,8 @@ class ClipsValuesTooEarly(Owner):
 class ScalesTooEarly(Owner):
     """Keeps gradients elsewhere until they are reduced, and scales those that are not there."""
 
-    def after_backward(self, run):
-        super().after_backward(run)
+    def backward_pass(self, loss, run):
+        yield from super().backward_pass(loss, run)
         kept = run.state(self).setdefault("kept", {})
         for record in self.records(run):
             if record.current.grad is not None:
@@ -550,8 +551,8 @@ class FillsUnused(Owner):
 
 
 class DividesByRanksWithData(Owner):
-    def after_backward(self, run):
-        super().after_backward(run)
+    def backward_pass(self, loss, run):
+        yield from super().backward_pass(loss, run)
         if run.join.has_parted and run.join.is_uneven:
             for record in self.records(run):
                 if record.current.grad is not None:
@@ -593,8 +594,8 @@ class KeepsBuffersApart(Owner):
 class RemembersNaN(Owner):
     """Adds a part of the last gradient to the next one, as error feedback does; here a part of zero."""
 
-    def after_backward(self, run):
-        super().after_backward(run)
+    def backward_pass(self, loss, run):
+        yield from super().backward_pass(loss, run)
         memory = run.state(self).setdefault("memory", {})
         for record in self.records(run):
             if record.current.grad is not None:
@@ -603,8 +604,8 @@ class RemembersNaN(Owner):
 
 
 class ForgetsNewShapes(Owner):
-    def after_reshape(self, model, run):
-        pass
+    def reshape(self, model, run):
+        yield
 
 
 class CountsTwice(Owner):

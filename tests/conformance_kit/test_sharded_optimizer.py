@@ -38,12 +38,11 @@ class ShardedStatePlugin(StrategyPlugin):
         run.state(self).setdefault("reducers", []).append(GradientReducer(model, run))
         run.state(self).setdefault("buffers", []).append(BufferBroadcast(model, run))
 
-    def before_reshape(self, model, run):
+    def reshape(self, model, run):
         """Refuses other shapes of parameters whose state is sharded."""
         if self._optimizers(run):
             raise UsageError("Resize the model before its optimizer is prepared.", where=f"plugin {self.spec.name!r}")
-
-    def after_reshape(self, model, run):
+        yield
         for reducer in run.state(self).get("reducers", []):
             reducer.restart()
 
@@ -56,7 +55,8 @@ class ShardedStatePlugin(StrategyPlugin):
         run.state(self).setdefault("optimizers", []).append(sharded)
         return sharded
 
-    def after_backward(self, run):
+    def backward_pass(self, loss, run):
+        yield
         for reducer in run.state(self).get("reducers", []):
             reducer.end_backward()
         for optimizer in self._optimizers(run):

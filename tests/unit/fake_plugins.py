@@ -20,7 +20,7 @@ KINDS = {
 
 WORK: dict[Claim, dict[str, Any]] = {
     Claim.BACKWARD: {"backward": lambda self, loss, run, **kwargs: None},
-    Claim.GRADIENT_REDUCTION: {"after_backward": lambda self, run: None, "gradients": lambda self, run: None},
+    Claim.GRADIENT_REDUCTION: {"backward_pass": lambda self, loss, run: (yield), "gradients": lambda self, run: None},
     Claim.OPTIMIZER_STATE: {"transform_optimizer": lambda self, optimizer, run: optimizer},
 }
 """What owners must implement."""

@@ -50,9 +50,9 @@ class GradientReducer:
     accumulate) leave gradients as they are; the next one that does, or :meth:`flush`, reduces their sum. Ranks that ran
     out of data in ``join_uneven_inputs`` contribute zeros.
 
-    The owner calls the methods from its hooks: :meth:`begin_backward` from ``before_backward``, :meth:`end_backward`
-    from ``after_backward``, :meth:`before_step` from ``before_step`` and before gradients are clipped or scaled,
-    :meth:`restart` from ``after_reshape``, :meth:`close` from ``teardown``.
+    The owner calls the methods from its hooks: :meth:`begin_backward` and :meth:`end_backward` from
+    ``backward_pass``, :meth:`before_step` from ``before_step`` and before gradients are clipped or scaled,
+    :meth:`restart` from ``reshape``, :meth:`close` from ``teardown``.
 
     Args:
         model: after all rewrites, on its device: create the reducer in ``transform_model``, in phase ``GRADIENTS`` or

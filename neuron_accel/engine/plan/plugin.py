@@ -16,7 +16,7 @@ import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
@@ -188,7 +188,9 @@ class _KnownOptionsOnly:
 class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
     """Base class of all strategies. By default hooks do nothing.
 
-    Hooks are called in the order of the plan, ``teardown`` in reverse.
+    Hooks are called in the order of the plan, ``teardown`` in reverse. One around a moment is a generator: what
+    precedes its ``yield`` runs before, what follows it runs after. If the moment fails it is closed at its ``yield``:
+    what must be undone then stands in a ``finally``.
     """
 
     spec: ClassVar[PluginSpec]
@@ -277,20 +279,18 @@ class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
         return optimizer
 
     # ---- a step, in order --------------------------------------------------------------------------------------------
-    @hook("backward begins")
-    def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
-        """Called with the loss of a micro-batch, 0-dim, before its backward pass; returns the loss to differentiate."""
-        return loss
+    @hook("gradients are computed")
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[torch.Tensor | None]:
+        """Around the backward pass of a micro-batch, whose loss is 0-dim. Yields once: the loss to differentiate, or
+        nothing to leave it as it is. After ``yield``, and before ``accelerator.backward`` returns, the gradients of
+        this micro-batch exist."""
+        yield loss
 
     @hook("backward", owner=Claim.BACKWARD)
     def backward(self, loss: torch.Tensor, run: Run, **kwargs: Any) -> None:
         """Owner of :attr:`Claim.BACKWARD`: computes the gradients of ``loss``; ``kwargs`` are those of
         ``torch.Tensor.backward``."""
         loss.backward(**kwargs)
-
-    @hook("backward ends")
-    def after_backward(self, run: Run) -> None:
-        """Called before ``accelerator.backward`` returns, when the gradients of this micro-batch exist."""
 
     @hook("gradients are reduced", owner=Claim.GRADIENT_REDUCTION)
     def gradients(self, run: Run) -> Gradients:
@@ -349,13 +349,11 @@ class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
         derived from earlier weights no longer fits. Collective."""
 
     @hook("parameters get other shapes")
-    def before_reshape(self, model: PreparedModel, run: Run) -> None:
-        """Called before some parameters of a prepared model change their shapes, in place. Raises a
-        :class:`~neuron_accel.errors.UsageError` on every rank if that is no longer possible."""
-
-    @hook("parameters got other shapes")
-    def after_reshape(self, model: PreparedModel, run: Run) -> None:
-        """Called after parameters have changed their shapes and layouts; their gradients were dropped."""
+    def reshape(self, model: PreparedModel, run: Run) -> Iterator[None]:
+        """Around a change of the shapes of some parameters of a prepared model, in place. Before ``yield``, raises a
+        :class:`~neuron_accel.errors.UsageError` on every rank if that is no longer possible. After it, parameters have
+        their new shapes and layouts; their gradients were dropped."""
+        yield
 
     @hook("a model is explained")
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
@@ -386,7 +384,7 @@ _ENTAILS: Mapping[Claim, tuple[frozenset[str], ...]] = {
     Claim.BACKWARD: (frozenset({"backward"}),),
     Claim.GRADIENT_REDUCTION: (
         frozenset({"gradients"}),
-        frozenset({"transform_model", "transform_optimizer", "after_backward", "before_step", "after_step"}),
+        frozenset({"transform_model", "transform_optimizer", "backward_pass", "before_step", "after_step"}),
     ),
     Claim.OPTIMIZER_STATE: (frozenset({"transform_optimizer"}),),
 }
@@ -517,6 +515,8 @@ def _signature_problems(name: str, function: Callable[..., Any]) -> list[str]:
     except TypeError as error:
         wanted = ", ".join(str(p) for p in expected)
         return [f"{name} does not accept its arguments, ({wanted}): {error}"]
+    if inspect.isgeneratorfunction(getattr(StrategyPlugin, name)) and not inspect.isgeneratorfunction(function):
+        return [f"{name} has no yield, around which it is to act"]
     return []
 
 

@@ -7,7 +7,7 @@ To be deleted with the release after, together with the base class of ``Strategy
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,10 @@ VERSION = 3
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
+        "before_backward": "backward_pass, before its yield, which yields the loss",
+        "after_backward": "backward_pass, after its yield",
+        "before_reshape": "reshape, before its yield",
+        "after_reshape": "reshape, after its yield",
         "scale_gradients": "gradients, whose parts the run scales",
         "clip_grad_norm": "gradients, whose parts the run clips",
         "clip_grad_value": "gradients, whose parts the run clips",
@@ -33,6 +37,18 @@ class Hooks:
     """The hooks of version 3 that version 4 does not have, as others called them or as a plugin calls ``super()``."""
 
     if not TYPE_CHECKING:
+
+        def before_backward(self, loss: torch.Tensor, run: Any) -> torch.Tensor:
+            return loss
+
+        def after_backward(self, run: Any) -> None:
+            pass
+
+        def before_reshape(self, model: Any, run: Any) -> None:
+            pass
+
+        def after_reshape(self, model: Any, run: Any) -> None:
+            pass
 
         def scale_gradients(self, parameters: list[torch.nn.Parameter], factor: torch.Tensor, run: Any) -> None:
             _gradients(self, run).scale(parameters, factor)
@@ -66,7 +82,8 @@ def may_be(cls: type[Any]) -> bool:
 
 def has_instead(cls: type[Any], hooks: Iterable[str]) -> bool:
     """Returns whether a plugin class is of version 3, and has no need for any of these hooks of version 4."""
-    return is_of(cls) and any(name in _SOURCES for name in hooks)
+    hooks = set(hooks)
+    return is_of(cls) and (hooks == {"gradients"} or any(has(cls, f) for name in hooks for f in _SOURCES.get(name, ())))
 
 
 def has(plugin: object, name: str) -> bool:
@@ -103,7 +120,11 @@ def adapted(plugin: Any, same: Mapping[str, Callable[..., Any]]) -> dict[str, Ca
 
 
 _SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"gradients": ("scale_gradients", "clip_grad_norm", "clip_grad_value", "full_gradient")}
+    {
+        "backward_pass": ("before_backward", "after_backward"),
+        "reshape": ("before_reshape", "after_reshape"),
+        "gradients": ("scale_gradients", "clip_grad_norm", "clip_grad_value", "full_gradient"),
+    }
 )
 """The hooks of version 4 that took the place of others, and these."""
 
@@ -113,6 +134,15 @@ class _Adapter:
 
     def __init__(self, plugin: Any) -> None:
         self._plugin, self.spec = plugin, plugin.spec
+
+    def backward_pass(self, loss: torch.Tensor, run: Any) -> Iterator[torch.Tensor]:
+        yield self._plugin.before_backward(loss, run)
+        self._plugin.after_backward(run)
+
+    def reshape(self, model: Any, run: Any) -> Iterator[None]:
+        self._plugin.before_reshape(model, run)
+        yield
+        self._plugin.after_reshape(model, run)
 
     def gradients(self, run: Any) -> Gradients:
         from neuron_accel.engine.optim.norms import Gradients

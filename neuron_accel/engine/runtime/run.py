@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -68,7 +68,7 @@ class PreparedModel:
 
     defers_gradients: bool = False
     """Whether gradients of weights may arrive after the backward pass of their module, at any time before
-    ``after_backward``."""
+    ``backward_pass`` is resumed."""
 
     reader: Callable[[Mapping[str, tuple[int, torch.Tensor]]], None] | None = None
     """Reads weights for :meth:`read_weights`, while some of them are unread."""
@@ -183,10 +183,11 @@ class _HookEvent:
     Args:
         hook: the bound method.
         events: of the run.
+        call: what is called; None: the hook.
     """
 
-    def __init__(self, hook: Callable[..., Any], events: Events) -> None:
-        self._hook, self._events = hook, events
+    def __init__(self, hook: Callable[..., Any], events: Events, call: Callable[..., Any] | None = None) -> None:
+        self._hook, self._events = call or hook, events
         self.__self__: StrategyPlugin = hook.__self__  # type: ignore[attr-defined]  # a bound method
         self._name = f"{self.__self__.spec.name}.{hook.__name__}"
 
@@ -213,6 +214,28 @@ class BoundHooks:
     def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
         """Returns the bound methods to call, in order."""
         return self._as_events[name] if self._events.of["hook"] else self._bound[name]
+
+    @contextmanager
+    def around(self, name: str, first: Any, *rest: Any) -> Iterator[Any]:
+        """Runs what the generators of that name do before their ``yield``, the block, and what they do after it, both
+        in the order of the plan. What one yields takes the place of their first argument, which the block gets. If the
+        block, or one of them, fails, they are closed."""
+        with ExitStack() as closing:
+            started = []
+            for hook in self._bound[name]:
+                generator = hook(first, *rest)
+                closing.callback(generator.close)
+                changed = self._advance(hook, generator)
+                first = first if changed is None else changed
+                started.append((hook, generator))
+            yield first
+            for hook, generator in started:
+                self._advance(hook, generator)
+
+    def _advance(self, hook: Callable[..., Any], generator: Iterator[Any]) -> Any:
+        if not self._events.of["hook"]:
+            return next(generator, None)
+        return _HookEvent(hook, self._events, partial(next, generator, None))()
 
     def transform(self, name: str, value: Any, run: Run) -> Any:
         """Passes ``value`` through the hooks of that name, one after another, and returns the result."""
@@ -241,7 +264,7 @@ class Run:
     num_items: int | torch.Tensor | None = field(default=None, init=False)
     """``num_items`` of the call of ``accelerator.backward`` that runs: the number of items that its loss is the mean
     of. None if the loop gives none, or outside of such a call. A plugin that weights losses itself refuses it in
-    ``before_backward``."""
+    ``backward_pass``."""
     hardware: Hardware | None = None
     """Limits of the instance that the run is on, or is meant for; None on other machines."""
     log: Callable[[Mapping[str, float], int], None] = lambda values, step: None

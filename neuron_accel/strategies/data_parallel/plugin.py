@@ -6,6 +6,7 @@ The plugin is the default owner of gradient reduction and clipping. The reductio
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -62,20 +63,18 @@ class DataParallelPlugin(StrategyPlugin):
     def owns_reduction(self, run: Run) -> bool:
         return run.owner(Claim.GRADIENT_REDUCTION) is self
 
-    def after_reshape(self, model: PreparedModel, run: Run) -> None:
+    def reshape(self, model: PreparedModel, run: Run) -> Iterator[None]:
         """Creates new buckets for the new shapes."""
+        yield
         for reducer in self._reducers(run):
             reducer.restart()
 
-    def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
-        """Stores gradients that are already reduced."""
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
+        """Reduces gradients as they arrive, and waits for the reduction."""
         if run.owner(Claim.BACKWARD) is None:
             for reducer in self._reducers(run):
                 reducer.begin_backward()
-        return loss
-
-    def after_backward(self, run: Run) -> None:
-        """Waits for the reduction that the backward pass has started."""
+        yield
         for reducer in self._reducers(run):
             reducer.end_backward()
 

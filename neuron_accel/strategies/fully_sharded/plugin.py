@@ -187,11 +187,11 @@ class FullyShardedPlugin(Zero1Plugin):
     def _units(self, run: Run) -> list[Units]:
         return run.state(self).setdefault("units", [])
 
-    def after_backward(self, run: Run) -> None:
+    def _end_backward(self, run: Run) -> None:
         """Frees parameters, and waits for gradients to be reduce-scattered."""
         for units in self._units(run):
             units.end_backward()
-        super().after_backward(run)
+        super()._end_backward(run)
 
     def before_save(self, run: Run) -> None:
         """Takes weights that the loop has assigned."""

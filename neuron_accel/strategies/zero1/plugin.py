@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -116,8 +116,8 @@ class Zero1Plugin(StrategyPlugin):
         if self.broadcast_buffers:
             run.state(self).setdefault("buffers", []).append(BufferBroadcast(model, run))
 
-    def before_reshape(self, model: PreparedModel, run: Run) -> None:
-        """Raises an error if optimizer state is already sharded."""
+    def reshape(self, model: PreparedModel, run: Run) -> Iterator[None]:
+        """Raises an error if optimizer state is already sharded; creates buckets for the new shapes."""
         if self._optimizers(run):
             raise UsageError(
                 "Parameters cannot change their shapes now.",
@@ -125,9 +125,7 @@ class Zero1Plugin(StrategyPlugin):
                 why="an optimizer was prepared, whose state is sharded over ranks by their shapes",
                 fix="resize the model between its `prepare` and that of the optimizer",
             )
-
-    def after_reshape(self, model: PreparedModel, run: Run) -> None:
-        """Creates buckets for the new shapes."""
+        yield
         for averager in run.state(self).get("averagers", []):
             averager.restart()
 
@@ -153,8 +151,12 @@ class Zero1Plugin(StrategyPlugin):
         more = ("partition", "save_master_weights", "overlap")
         return {"plugin": self.spec.name, **{name: getattr(self, name) for name in ("title", *names, *more)}}
 
-    def after_backward(self, run: Run) -> None:
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
         """Waits for gradients to be reduce-scattered."""
+        yield
+        self._end_backward(run)
+
+    def _end_backward(self, run: Run) -> None:
         for averager in self._averagers(run):
             averager.end_backward()
         for optimizer in self._optimizers(run):

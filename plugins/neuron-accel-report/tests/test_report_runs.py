@@ -201,7 +201,7 @@ def test_ranges_of_traced_steps_nest(tmp_path):
             "hook",
             "user",
         }
-        assert any(r.name == "data_parallel.after_backward" for r in each.ranges)
+        assert any(r.name == "data_parallel.backward_pass" for r in each.ranges)
         # by its ranks a trace finds a collective on the others
         assert [0, 1] in [r.arguments.get("ranks") for r in each.ranges if r.category == "collective"]
         open_ends: list[int] = []

@@ -148,10 +148,10 @@ class WeightsByItself(StrategyPlugin):
 
     spec = PluginSpec(name="weights_by_itself", api_version=4, phase=Phase.GRADIENTS)
 
-    def before_backward(self, loss, run):
+    def backward_pass(self, loss, run):
         if run.num_items is not None:
             raise UsageError(f"num_items={int(run.num_items)} is not possible here.", fix="leave it out")
-        return loss
+        yield
 
 
 def seen_by_a_plugin():

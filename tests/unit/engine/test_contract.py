@@ -64,13 +64,44 @@ def test_methods_that_are_no_hooks_are_allowed():
 def test_only_implemented_hooks_are_called_in_the_order_of_the_plan():
     told = []
     first = with_methods("first", after_step=lambda self, optimizer, run: told.append("first"))
-    second = with_methods("second", before_backward=lambda self, loss, run: loss * 2)
+    second = with_methods("second", transform_dataloader=lambda self, loader, run: loader * 2)
     run = run_of(second, first)
     assert [hook.__self__.spec.name for hook in run.hooks["after_step"]] == ["first"]
-    assert run.hooks.transform("before_backward", 3, run) == 6
+    assert run.hooks.transform("transform_dataloader", 3, run) == 6
     assert run.hooks["setup"] == ()
     with pytest.raises(KeyError):
         run.hooks["after_stepp"]
+
+
+def test_hooks_around_a_moment_act_before_and_after_it_and_are_closed_if_it_fails():
+    told = []
+
+    def around(name, factor):
+        def backward_pass(self, loss, run):
+            told.append(f"{name} begins")
+            try:
+                yield factor and loss * factor
+                told.append(f"{name} ends")
+            finally:
+                told.append(f"{name} is closed")
+
+        return with_methods(name, backward_pass=backward_pass)
+
+    run = run_of(around("a", 2), around("b", None), around("c", 5))
+    with run.hooks.around("backward_pass", 3, run) as loss:
+        told.append(loss)
+    closed = [f"{name} {does}" for name in "abc" for does in ("ends", "is closed")]
+    assert told == ["a begins", "b begins", "c begins", 30, *closed]
+    told.clear()
+    with pytest.raises(ZeroDivisionError), run.hooks.around("backward_pass", 3, run):
+        1 / 0  # noqa: B018
+    assert told == ["a begins", "b begins", "c begins", "c is closed", "b is closed", "a is closed"]
+
+
+def test_a_hook_around_a_moment_has_a_yield():
+    with pytest.raises(PluginError, match="does not conform") as caught:
+        run_of(with_methods("a", reshape=lambda self, model, run: None))
+    assert "reshape has no yield" in caught.value.why
 
 
 def test_explain_lists_the_plugins_of_each_hook():
@@ -81,7 +112,7 @@ def test_explain_lists_the_plugins_of_each_hook():
     rows = [line.split("  ") for line in text.splitlines()]
     (row,) = [[cell.strip() for cell in row if cell.strip()] for row in rows if "Counts the step" in "".join(row)]
     assert row == [HOOKS["after_step"].text, "counter", "Counts the step"]
-    order = [text.index(HOOKS[name].text) for name in ("after_backward", "gradients", "after_step")]
+    order = [text.index(HOOKS[name].text) for name in ("gradients", "after_step")]
     assert order == sorted(order)
 
 

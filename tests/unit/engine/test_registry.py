@@ -35,7 +35,7 @@ class {name}(StrategyPlugin):
         name="{spec}", api_version=4, phase=Phase.GRADIENTS, claims=frozenset({{Claim.GRADIENT_REDUCTION}})
     )
 
-    def after_backward(self, run): pass
+    def backward_pass(self, loss, run): yield
     def gradients(self, run): pass
 """
 

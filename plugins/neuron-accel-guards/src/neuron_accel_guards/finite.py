@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -86,10 +86,10 @@ class FiniteGuard(StrategyPlugin):
         follow()
         watch.handles.append(model.module.register_forward_pre_hook(follow))
 
-    def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
         """Checks the loss."""
         self._watch(run).losses.append(_is_bad(loss.detach()))
-        return loss
+        yield
 
     def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
         """Checks that loss and gradients are finite on all ranks."""

@@ -7,7 +7,7 @@ import inspect
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -82,8 +82,9 @@ class RecompileGuard(StrategyPlugin):
 
         watch.handles.append(model.module.register_forward_pre_hook(look, with_kwargs=True))
 
-    def after_backward(self, run: Run) -> None:
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
         """Counts micro-batches."""
+        yield
         self._watch(run).micro_batches += 1
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:

@@ -101,8 +101,9 @@ class SumCheck(StrategyPlugin):
         """Forgets the checksums of earlier values."""
         self._checks(run).forget()
 
-    def after_reshape(self, model: PreparedModel, run: Run) -> None:
+    def reshape(self, model: PreparedModel, run: Run) -> Iterator[None]:
         """Forgets the checksums of earlier values."""
+        yield
         self._checks(run).forget()
 
     def teardown(self, run: Run) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -130,7 +130,7 @@ class LocalSGDPlugin(StrategyPlugin):
         """Synchronises what is due."""
         self._loop_of(optimizer, run).after_step()
 
-    def before_reshape(self, model: PreparedModel, run: Run) -> None:
+    def reshape(self, model: PreparedModel, run: Run) -> Iterator[None]:
         """Refuses new shapes once anchors have the old ones."""
         if any(loop.steps for loop in self.loops(run)):
             raise UsageError(
@@ -139,6 +139,7 @@ class LocalSGDPlugin(StrategyPlugin):
                 why="the outer optimizer has state of the old shapes",
                 fix="resize them before the first step",
             )
+        yield
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         every = f"every {self.inner_steps} steps" if self.inner_steps > 1 else "every step"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -167,12 +167,13 @@ class LoraPlugin(StrategyPlugin):
                     "gradient",
                 )
 
-    def before_reshape(self, model: PreparedModel, run: Run) -> None:
+    def reshape(self, model: PreparedModel, run: Run) -> Iterator[None]:
         """Raises an error if an embedding or head with an adapter would be resized; the adapter would keep its
         shape."""
         for parameters, survey in self.surveys(run):
             if model.parameters is parameters:
                 _refuse_adapted_ends(model.original, survey)
+        yield
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         from neuron_accel_lora.trained import explain

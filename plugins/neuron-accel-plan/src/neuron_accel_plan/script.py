@@ -388,10 +388,10 @@ class _First(_Observer):
         """Notes the model as it is given."""
         self.recorder.preparing(model, run)
 
-    def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
         """Notes the begin of the backward pass."""
         self.recorder.backward_begins()
-        return loss
+        yield
 
     def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
         """Notes the begin of the optimizer step."""
@@ -410,8 +410,9 @@ class _Last(_Observer):
         """Notes the model that trains."""
         self.recorder.prepared(model, run)
 
-    def after_backward(self, run: Run) -> None:
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
         """Notes the end of the backward pass."""
+        yield
         self.recorder.backward_ends()
 
     def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:

@@ -17,7 +17,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -146,11 +146,11 @@ class RunReportPlugin(StrategyPlugin):
                 )
             )
 
-    def before_backward(self, loss: torch.Tensor, run: Run) -> torch.Tensor:
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
         """Keeps the loss."""
         if isinstance(loss, torch.Tensor):
             self._keep(run, "loss", loss)
-        return loss
+        yield
 
     def after_clipping(self, norm: torch.Tensor, run: Run) -> None:
         """Keeps the gradient norm."""

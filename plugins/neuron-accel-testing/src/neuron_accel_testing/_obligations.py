@@ -423,19 +423,15 @@ def reshaped(make: Make) -> list[str]:
     trial.plain_step()
     record = trial.run.prepared(trial.model)
     assert record is not None
+    mine, rows = record.parameters["rows"], torch.linspace(-1, 1, 6)
+    assert mine.current is not None
     try:
-        for before_reshape in trial.run.hooks["before_reshape"]:
-            before_reshape(record, trial.run)
+        with trial.run.hooks.around("reshape", record, trial.run):
+            trial.plain.rows.data = rows
+            record.parameters.set_layout("rows", replace(mine.layout, shape=(6,)))
+            mine.current.data = rows.to(trial.accelerator.device)
     except UsageError:
         return []
-    rows = torch.linspace(-1, 1, 6)
-    trial.plain.rows.data = rows
-    mine = record.parameters["rows"]
-    record.parameters.set_layout("rows", replace(mine.layout, shape=(6,)))
-    assert mine.current is not None
-    mine.current.data = rows.to(trial.accelerator.device)
-    for after_reshape in trial.run.hooks["after_reshape"]:
-        after_reshape(record, trial.run)
     trial.backward(1)
     trial.plain_backward(1)
     trial.step()
