@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,12 +61,13 @@ class BlockRates(StrategyPlugin):
                 links.append({"given": given, "rate": self.decay**this, "seen": given["lr"]})
         return twin(optimizer, groups, optimizer.state)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Follows what a scheduler has written into the user's groups."""
         for group in optimizer.param_groups:
             link = run.state(self)["links"][group["link"]]
             if link["given"]["lr"] != link["seen"]:
                 group["lr"], link["seen"] = link["given"]["lr"] * link["rate"], link["given"]["lr"]
+        yield
 
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
         return {"rates": [[link["given"]["lr"], link["seen"]] for link in run.state(self).get("links", [])]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any, ClassVar
@@ -65,7 +65,8 @@ class FreezingSchedule(StrategyPlugin):
                 parameter.requires_grad_(trains)
                 parameter.grad = None  # else the optimizer would use the last one again
 
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
+        yield
         if run.state(self).setdefault("clock", optimizer) is optimizer:  # of several, the first one counts
             run.state(self)["steps"] += 1
             self.apply(run)

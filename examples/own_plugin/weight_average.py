@@ -43,7 +43,8 @@ class WeightAverage(StrategyPlugin):
             averages[parameter] = parameter.detach().float().clone()
         return optimizer
 
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
+        yield
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             run.state(self)["averages"][parameter].lerp_(parameter.detach().float(), 1 - self.decay)
 

@@ -441,7 +441,7 @@ class Backend(ABC):
         """Returns whether reading one of ``tensors`` would execute a pending graph. Always False on eager devices."""
         return False
 
-    def after_step(self, action: Callable[[], None], *, reads_graph: bool) -> None:
+    def after_step(self, action: Callable[[], object], *, reads_graph: bool) -> None:
         """Calls ``action``, at once or, on a lazy device, after the next :meth:`step_boundary`.
 
         Args:

@@ -84,7 +84,7 @@ class XlaBackend(Backend):
         self._handles: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._indices: dict[tuple[tuple[tuple[int, ...], ...], int], torch.Tensor] = {}
         self._ring_problem: Callable[[Sequence[tuple[int, int]]], str | None] | None = None
-        self._later: list[Callable[[], None]] = []
+        self._later: list[Callable[[], object]] = []
         self._alike = tuple(range(self.world_size))  # the ranks that execute the same graphs as this one
         self._recorder = GraphRecorder.of_environment(
             self.rank, self.device, channel.exchange_graphs(), channel.scanning()
@@ -408,7 +408,7 @@ class XlaBackend(Backend):
         mine = [tensor for tensor in tensors if not self._on_host(tensor)]
         return bool(mine) and any(torch_xla._XLAC._check_tensor_need_materialization(mine))
 
-    def after_step(self, action: Callable[[], None], *, reads_graph: bool) -> None:
+    def after_step(self, action: Callable[[], object], *, reads_graph: bool) -> None:
         if reads_graph or self._later:
             self._later.append(action)
         else:

@@ -68,7 +68,7 @@ class PrecompilationPlugin(StrategyPlugin):
             state["executed"] = True
             run.backend.step_boundary()
 
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         steps = run.state(self).setdefault("steps", {})
         steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
         if steps[id(optimizer)] > self.max_steps:
@@ -76,6 +76,7 @@ class PrecompilationPlugin(StrategyPlugin):
             print(f"neuron-accel: collected the graphs of {self.max_steps} steps; the run ends here", file=sys.stderr)
             self._say_what_is_missing(run)
             raise SystemExit(0)
+        yield
 
     def _say_what_is_missing(self, run: Run) -> None:
         loaders = run.state(self).get("loaders", [])

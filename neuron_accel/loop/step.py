@@ -137,8 +137,6 @@ class Step:
         if self._in_micro_batch and not self._accumulating:
             self._in_micro_batch = False
             self._run.backend.step_boundary()
-            for after_boundary in self._run.hooks["after_boundary"]:
-                after_boundary(self._run)
 
 
 # ---- Averaging a loss over items (tokens) of all ranks and micro-batches ---------------------------------------------
@@ -240,10 +238,8 @@ class Clipping:
             self._run.gradients.clip_value(parameters, limit)
 
     def _to_norm(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        norm = self._run.gradients.clip_norm(parameters, max_norm, norm_type)
-        for after_clipping in self._run.hooks["after_clipping"]:
-            after_clipping(norm, self._run)
-        return norm
+        self._run.norm = self._run.gradients.clip_norm(parameters, max_norm, norm_type)
+        return self._run.norm
 
     def _norm_along(self, positions: list[int], max_norm: float, norm_type: float) -> None:
         self._to_norm(self._at(positions), max_norm, norm_type)

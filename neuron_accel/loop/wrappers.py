@@ -87,23 +87,25 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._gradients_complete()
             if self._stepping.announced:
                 self._stepping()
-            if closure is not None or self._may_step():
-                for before_step in run.hooks["before_step"]:
-                    before_step(self.optimizer, run)
-                with nullcontext() if lazy is None else lazy.update(evaluates=closure is not None):
-                    if not self._is_plain:
-                        super().step(closure)
-                    elif not self._is_lomo:
-                        self.optimizer.step(closure)
-                # A scheduler warns if the optimizer it was built with never steps; it checks this attribute.
-                self.given._opt_called = True  # type: ignore[attr-defined]
-                for after_step in run.hooks["after_step"]:
-                    after_step(self.optimizer, run)
+            run.may_skip = closure is None and self.scaler is None
+            with run.hooks.around("step", self.optimizer, run) as taken:
+                if run.may_skip:
+                    self._is_overflow = taken is False  # read by Accelerate's schedulers and `step_was_skipped`
+                run.norm = None
+                if taken is not False:
+                    self._update(closure)
             if lazy is not None:
                 lazy.before_boundary()
             run.backend.step_boundary()
-            for after_boundary in run.hooks["after_boundary"]:
-                after_boundary(run)
+
+    def _update(self, closure: Any) -> None:
+        with nullcontext() if self.lazy is None else self.lazy.update(evaluates=closure is not None):
+            if not self._is_plain:
+                super().step(closure)
+            elif not self._is_lomo:
+                self.optimizer.step(closure)
+        # A scheduler warns if the optimizer it was built with never steps; it checks this attribute.
+        self.given._opt_called = True  # type: ignore[attr-defined]
 
     def _check_not_alone(self) -> None:
         """Checks that a step in `no_sync`, in which every rank updates its own replica, is possible.
@@ -121,14 +123,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
                     "replicated parameters would diverge, and LocalSGD would average different shards",
                     fix="disable LocalSGD (enabled=False), or step outside `no_sync`",
                 )
-
-    def _may_step(self) -> bool:
-        """Whether all ``should_step`` hooks return True. With a gradient scaler, which decides itself, always True."""
-        if self.scaler is not None:
-            return True
-        allowed = [should_step(self.optimizer, self._run) for should_step in self._run.hooks["should_step"]]
-        self._is_overflow = not all(allowed)  # read by Accelerate's schedulers and `step_was_skipped`
-        return not self._is_overflow
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         if not self.gradient_state.sync_gradients:

@@ -51,7 +51,7 @@ class Misspelt(StrategyPlugin):
 class TooFewArguments(StrategyPlugin):
     spec = spec("too_few_arguments")
 
-    def before_step(self, optimizer):
+    def step(self, optimizer):
         pass
 
 
@@ -187,7 +187,7 @@ class PairsNeighbours(StrategyPlugin):
 
     spec = spec("pairs_neighbours")
 
-    def before_step(self, optimizer, run):
+    def step(self, optimizer, run):
         if run.data_parallel_size == 1:
             return
         pairs = run.state(self).get("pairs")
@@ -199,6 +199,7 @@ class PairsNeighbours(StrategyPlugin):
             if gradient is None:
                 continue
             gradient.copy_(run.backend.all_reduce(gradient.clone(), pairs) / 2)
+        yield
 
 
 class LocalGradients(Gradients):
@@ -218,7 +219,8 @@ class LocalSteps(StrategyPlugin):
     def gradients(self, run):
         return LocalGradients(run)
 
-    def after_step(self, optimizer, run):
+    def step(self, optimizer, run):
+        yield
         state, group = run.state(self), run.group(*run.mesh.data_axes)
         state["steps"] = state.get("steps", 0) + 1
         if state["steps"] % self.every == 0:
@@ -231,8 +233,8 @@ class LocalSteps(StrategyPlugin):
 class LocalStepsTooRarely(LocalSteps):
     """The same with a fault."""
 
-    def after_step(self, optimizer, run):
-        LocalSteps(every=2 * self.every).after_step(optimizer, run)
+    def step(self, optimizer, run):
+        yield from LocalSteps(every=2 * self.every).step(optimizer, run)
 
 
 def train_in_local_steps(model_fn, batches, training, *, plugin, reference, data_parallel_size):
@@ -276,12 +278,13 @@ class ForgetsItsCount(StrategyPlugin):
 
     spec = spec("forgets_its_count")
 
-    def before_step(self, optimizer, run):
+    def step(self, optimizer, run):
         state = run.state(self)
         state["steps"] = state.get("steps", 0) + 1
         for record in run.models[0].parameters:
             if record.current.grad is not None:
                 record.current.grad.div_(state["steps"])
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,8 +305,9 @@ class RemembersItsCount(ForgetsItsCount):
 class DependsOnTheNumberOfRanks(StrategyPlugin):
     spec = spec("depends_on_the_number_of_ranks")
 
-    def before_step(self, optimizer, run):
+    def step(self, optimizer, run):
         optimizer.param_groups[0]["lr"] = 1e-3 * run.world.size
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,10 +398,15 @@ class Owner(StrategyPlugin):
         for reducer in run.state(self)["reducers"]:
             reducer.end_backward()
 
-    def before_step(self, optimizer, run):
+    def step(self, optimizer, run):
+        self.before_update(run)
+        yield
+        self.after_update(run)
+
+    def before_update(self, run):
         self.finish(run)
 
-    def after_step(self, optimizer, run):
+    def after_update(self, run):
         for buffers in run.state(self)["buffers"]:
             buffers.after_step()
 
@@ -502,14 +511,14 @@ class ShowsUnreduced(Owner):
 
 
 class StepsUnreduced(Owner):
-    def before_step(self, optimizer, run):
+    def before_update(self, run):
         pass
 
 
 class StepsTogether(Owner):
     """Reduces gradients also for a step inside `no_sync`."""
 
-    def before_step(self, optimizer, run):
+    def before_update(self, run):
         for model in run.state(self)["models"]:
             before, model.sync_enabled = model.sync_enabled, True
             self.finish(run)
@@ -532,8 +541,8 @@ class LeavesOutUnused(Owner):
         for record in model.parameters:
             record.current.register_post_accumulate_grad_hook(lambda _, name=record.fqn: used.add(name))
 
-    def before_step(self, optimizer, run):
-        super().before_step(optimizer, run)
+    def before_update(self, run):
+        super().before_update(run)
         for record in self.records(run):
             if record.fqn not in run.state(self)["used"]:
                 record.current.grad = None
@@ -543,8 +552,8 @@ class LeavesOutUnused(Owner):
 class FillsUnused(Owner):
     """Gives a parameter that no rank has used a gradient of zeros."""
 
-    def before_step(self, optimizer, run):
-        super().before_step(optimizer, run)
+    def before_update(self, run):
+        super().before_update(run)
         for record in self.records(run):
             if record.current.requires_grad and record.current.grad is None:
                 record.current.grad = torch.zeros_like(record.current)
@@ -587,7 +596,7 @@ class ScalesNothing(Owner):
 
 
 class KeepsBuffersApart(Owner):
-    def after_step(self, optimizer, run):
+    def after_update(self, run):
         pass
 
 

@@ -31,7 +31,7 @@ def refusal(check, plugin, *arguments, kit=Kit, **keywords) -> str:
 FORM = {
     "ByPosition": "width can be given by position",
     "Misspelt": "transform_optimiser is not a hook and never called; did you mean transform_optimizer?",
-    "TooFewArguments": "before_step does not accept its arguments",
+    "TooFewArguments": "step does not accept its arguments",
     "UnclaimedDuty": "gradients is only called on the owner of gradient_reduction",
     "OtherVersion": "written for version 99",
 }

@@ -62,11 +62,10 @@ class ShardedStatePlugin(StrategyPlugin):
         for optimizer in self._optimizers(run):
             optimizer.finish_backward()
 
-    def before_step(self, optimizer, run):
+    def step(self, optimizer, run):
         for sharded in self._optimizers(run):
             sharded.take_over()
-
-    def after_step(self, optimizer, run):
+        yield
         for buffers in run.state(self).get("buffers", []):
             buffers.after_step()
 

@@ -122,7 +122,7 @@ def column(title: str, number: int = 0) -> list[str]:
 
 
 def test_every_hook_is_there():
-    assert sorted(column("hook")) == sorted(["axes", "companions", "sharded_over_replicas", "validate", *HOOKS])
+    assert sorted(column("hook")) == sorted(["axes", "companions", "validate", *HOOKS])
 
 
 def test_phases_claims_and_kinds_are_those_of_the_code():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ class ScalesGradients(StrategyPlugin):
 
     spec = PluginSpec(name="scales_gradients", api_version=4, phase=Phase.MEMORY)
 
-    def before_step(self, optimizer: Any, run: Any) -> None:
+    def step(self, optimizer: Any, run: Any) -> Iterator[None]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.mul_(1.01)
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,9 @@ class Trips(StrategyPlugin):
 
     spec = PluginSpec(name="trips", api_version=4, phase=Phase.MEMORY)
 
-    def before_step(self, optimizer: Any, run: Any) -> None:
+    def step(self, optimizer: Any, run: Any) -> Iterator[None]:
         raise KeyError("params")
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +41,9 @@ class Waits(StrategyPlugin):
 
     spec = PluginSpec(name="waits", api_version=4, phase=Phase.MEMORY)
 
-    def before_step(self, optimizer: Any, run: Any) -> None:
+    def step(self, optimizer: Any, run: Any) -> Iterator[None]:
         time.sleep(60)
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,5 +52,6 @@ class Refuses(StrategyPlugin):
 
     spec = PluginSpec(name="refuses", api_version=4, phase=Phase.MEMORY)
 
-    def before_step(self, optimizer: Any, run: Any) -> None:
+    def step(self, optimizer: Any, run: Any) -> Iterator[None]:
         raise PlanError("Not like this.")
+        yield

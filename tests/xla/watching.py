@@ -16,7 +16,8 @@ class StepWatcher(StrategyPlugin):
 
     spec: ClassVar[PluginSpec] = PluginSpec(name="step_watcher", api_version=4, phase=Phase.OPTIMIZER)
 
-    def after_step(self, optimizer, run):
+    def step(self, optimizer, run):
+        yield
         import torch_xla
 
         parameters = [r.current for m in run.models for r in m.parameters if r.current is not None]

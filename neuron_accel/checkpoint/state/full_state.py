@@ -368,7 +368,7 @@ def save_in_full(record: PreparedModel, run: Run) -> None:
     # Plugins that gather weights for their use have not acted yet. They refuse `state_dict()` themselves, so one that
     # takes no other weights, as of diffusers, keeps to their error.
     if record.optimizable and save is not None and _takes_weights(save):
-        sharded |= any("weights" in plugin.sharded_over_replicas() for plugin in run.plan.plugins)
+        sharded |= any("weights" in plugin.spec.shards for plugin in run.plan.plugins)
     if sharded and save is not None:
         replacement = SaveFull(record, run, save)
         setattr(record.original, _METHOD, replacement)

@@ -129,6 +129,8 @@ class PluginSpec:
         reads_weights: whether it reads the weights of a model that was built without memory for them itself, when an
             optimizer is prepared together with the model (:meth:`PreparedModel.read_weights`). What it has not read
             then, ``prepare`` reads in full.
+        shards: which of ``"weights"``, ``"gradients"`` and ``"optimizer state"`` it shards over ranks that hold the
+            same parameters: for estimates, before a layout is counted.
         api_version: the version of this contract that it was written for, as a number. Required.
     """
 
@@ -142,6 +144,7 @@ class PluginSpec:
     refines: frozenset[Claim] = frozenset()
     lazy_load: bool = False
     reads_weights: bool = False
+    shards: frozenset[str] = frozenset()
     api_version: int | None = None
 
     def __repr__(self) -> str:
@@ -245,11 +248,6 @@ class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
     def validate(self, context: PlanContext) -> None:
         """Raises :class:`~neuron_accel.errors.PlanError` if this plugin cannot run in ``context``."""
 
-    def sharded_over_replicas(self) -> frozenset[str]:
-        """Returns which of ``"weights"``, ``"gradients"`` and ``"optimizer state"`` this plugin shards over ranks that
-        hold the same parameters: for estimates, before a layout is counted."""
-        return frozenset()
-
     # ---- life of a run -----------------------------------------------------------------------------------------------
     @hook("the run begins")
     def setup(self, run: Run) -> None:
@@ -298,32 +296,14 @@ class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
         stored. The run averages, clips and reads them through this object (:attr:`Run.gradients`)."""
         raise NotImplementedError  # check_contract refuses an owner without it
 
-    @hook("gradients were clipped")
-    def after_clipping(self, norm: torch.Tensor, run: Run) -> None:
-        """Called after gradients were clipped to a norm; ``norm`` is their norm before, 0-dim. Reading it
-        would execute the pending graph of a lazy device."""
-
     @hook("the optimizer steps")
-    def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
-        """Returns whether an optimizer may update weights now. False, which must be returned on every rank, skips the
-        step: ``before_step`` and ``after_step`` are then not called, and schedulers do not advance. All plugins are
-        called. Not called for steps that accumulation skips or that receive a closure, nor with a gradient scaler.
-        Collective."""
-        return True
-
-    @hook("the optimizer steps")
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Called before an optimizer updates weights. Not called for steps that accumulation skips. ``optimizer`` is
-        the one that :meth:`transform_optimizer` returned, below Accelerate's wrapper."""
-
-    @hook("the optimizer has stepped")
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Called after an optimizer has updated weights."""
-
-    @hook("the device has the step")
-    def after_boundary(self, run: Run) -> None:
-        """Called after the operations of a step, or of a micro-batch before the last, were submitted to the device.
-        Plugins can inspect here what a lazy device has compiled."""
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[bool | None]:
+        """Around an update of weights. Yields once: False, on every rank, to skip the update, if ``run.may_skip``.
+        Hooks are then closed at their ``yield``, those of later plugins are not called, and schedulers do not advance.
+        Not called for steps that accumulation skips. ``optimizer`` is the one that :meth:`transform_optimizer`
+        returned, below Accelerate's wrapper. What reads values of a step on a lazy device waits for its graph with
+        :meth:`Backend.after_step`. Collective."""
+        yield None
 
     # ---- now and then ------------------------------------------------------------------------------------------------
     @hook("a checkpoint is saved")
@@ -384,7 +364,7 @@ _ENTAILS: Mapping[Claim, tuple[frozenset[str], ...]] = {
     Claim.BACKWARD: (frozenset({"backward"}),),
     Claim.GRADIENT_REDUCTION: (
         frozenset({"gradients"}),
-        frozenset({"transform_model", "transform_optimizer", "backward_pass", "before_step", "after_step"}),
+        frozenset({"transform_model", "transform_optimizer", "backward_pass", "step"}),
     ),
     Claim.OPTIMIZER_STATE: (frozenset({"transform_optimizer"}),),
 }
@@ -486,7 +466,7 @@ def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
     """Returns descriptions of methods whose name is similar to that of a hook, and of hooks that do not accept their
     arguments."""
     problems = []
-    known = [*HOOKS, "axes", "companions", "validate", "sharded_over_replicas"]
+    known = [*HOOKS, "axes", "companions", "validate"]
     former = version_3.INSTEAD
     if version_3.is_of(cls):
         known, former = [*known, *former], {}
@@ -494,6 +474,8 @@ def hook_problems(cls: type[StrategyPlugin]) -> list[str]:
         if base is StrategyPlugin or not issubclass(base, StrategyPlugin):
             continue
         for name, value in vars(base).items():
+            if name in HOOKS and not callable(value):
+                problems.append(f"{name} is the name of a hook, and not a method")
             if not inspect.isfunction(value) or name.startswith("_"):
                 continue
             if name in former:

@@ -22,6 +22,12 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "before_backward": "backward_pass, before its yield, which yields the loss",
         "after_backward": "backward_pass, after its yield",
+        "should_step": "step, which yields False, if run.may_skip, to skip it",
+        "before_step": "step, before its yield",
+        "after_step": "step, after its yield",
+        "after_clipping": "run.norm, which step reads",
+        "after_boundary": "run.backend.after_step, which step calls",
+        "sharded_over_replicas": "PluginSpec(shards=...)",
         "before_reshape": "reshape, before its yield",
         "after_reshape": "reshape, after its yield",
         "scale_gradients": "gradients, whose parts the run scales",
@@ -43,6 +49,24 @@ class Hooks:
 
         def after_backward(self, run: Any) -> None:
             pass
+
+        def should_step(self, optimizer: torch.optim.Optimizer, run: Any) -> bool:
+            return True
+
+        def before_step(self, optimizer: torch.optim.Optimizer, run: Any) -> None:
+            pass
+
+        def after_step(self, optimizer: torch.optim.Optimizer, run: Any) -> None:
+            pass
+
+        def after_clipping(self, norm: torch.Tensor, run: Any) -> None:
+            pass
+
+        def after_boundary(self, run: Any) -> None:
+            pass
+
+        def sharded_over_replicas(self) -> frozenset[str]:
+            return frozenset()
 
         def before_reshape(self, model: Any, run: Any) -> None:
             pass
@@ -122,6 +146,7 @@ def adapted(plugin: Any, same: Mapping[str, Callable[..., Any]]) -> dict[str, Ca
 _SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "backward_pass": ("before_backward", "after_backward"),
+        "step": ("should_step", "before_step", "after_step", "after_clipping", "after_boundary"),
         "reshape": ("before_reshape", "after_reshape"),
         "gradients": ("scale_gradients", "clip_grad_norm", "clip_grad_value", "full_gradient"),
     }
@@ -138,6 +163,16 @@ class _Adapter:
     def backward_pass(self, loss: torch.Tensor, run: Any) -> Iterator[torch.Tensor]:
         yield self._plugin.before_backward(loss, run)
         self._plugin.after_backward(run)
+
+    def step(self, optimizer: torch.optim.Optimizer, run: Any) -> Iterator[bool | None]:
+        if run.norm is not None:
+            self._plugin.after_clipping(run.norm, run)
+        if run.may_skip and not self._plugin.should_step(optimizer, run):
+            yield False
+        self._plugin.before_step(optimizer, run)
+        yield None
+        self._plugin.after_step(optimizer, run)
+        run.backend.after_step(lambda: self._plugin.after_boundary(run), reads_graph=True)
 
     def reshape(self, model: Any, run: Any) -> Iterator[None]:
         self._plugin.before_reshape(model, run)

@@ -122,7 +122,7 @@ def explain_memory(prepared: PreparedModel, run: Run, hardware: Hardware) -> str
     held = [(record.current, record.trains) for record in prepared.parameters if record.current is not None]
     weights = sum(tensor.numel() * tensor.element_size() for tensor, _ in held)
     trained = sum(tensor.numel() * tensor.element_size() for tensor, trains in held if trains)
-    sharded = {part for plugin in run.plan.plugins for part in plugin.sharded_over_replicas()}
+    sharded = {part for plugin in run.plan.plugins for part in plugin.spec.shards}
     sharded |= {"gradients"} if "optimizer state" in sharded else set()
     replicas = run.group(*run.mesh.gradient_axes).size
     sizes = {"weights": weights, "gradients": trained, "optimizer state": 2 * trained}

@@ -219,13 +219,16 @@ class BoundHooks:
     def around(self, name: str, first: Any, *rest: Any) -> Iterator[Any]:
         """Runs what the generators of that name do before their ``yield``, the block, and what they do after it, both
         in the order of the plan. What one yields takes the place of their first argument, which the block gets. If the
-        block, or one of them, fails, they are closed."""
+        block, or one of them, fails, they are closed; also if one yields False, which the block gets then."""
         with ExitStack() as closing:
             started = []
             for hook in self._bound[name]:
                 generator = hook(first, *rest)
                 closing.callback(generator.close)
                 changed = self._advance(hook, generator)
+                if changed is False:
+                    yield False
+                    return
                 first = first if changed is None else changed
                 started.append((hook, generator))
             yield first
@@ -265,6 +268,11 @@ class Run:
     """``num_items`` of the call of ``accelerator.backward`` that runs: the number of items that its loss is the mean
     of. None if the loop gives none, or outside of such a call. A plugin that weights losses itself refuses it in
     ``backward_pass``."""
+    norm: torch.Tensor | None = field(default=None, init=False)
+    """Norm of the gradients of this step before they were clipped, 0-dim; None if they were not. Reading it would
+    execute the pending graph of a lazy device."""
+    may_skip: bool = field(default=False, init=False)
+    """Whether a plugin may skip the step of an optimizer, in ``step``: not with a closure or a gradient scaler."""
     hardware: Hardware | None = None
     """Limits of the instance that the run is on, or is meant for; None on other machines."""
     log: Callable[[Mapping[str, float], int], None] = lambda values, step: None

@@ -78,12 +78,10 @@ class DataParallelPlugin(StrategyPlugin):
         for reducer in self._reducers(run):
             reducer.end_backward()
 
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Reduces gradients accumulated without synchronisation."""
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
+        """Reduces gradients accumulated without synchronisation; then broadcasts the first rank's buffers."""
         self._flush(run)
-
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Broadcasts the first rank's buffers."""
+        yield
         for buffers in run.state(self).get("buffers", []):
             buffers.after_step()
 

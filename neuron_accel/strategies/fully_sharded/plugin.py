@@ -76,6 +76,7 @@ class FullyShardedPlugin(Zero1Plugin):
         api_version=4,
         phase=Phase.OPTIMIZER,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.OPTIMIZER_STATE}),
+        shards=frozenset({"weights", "gradients", "optimizer state"}),
         lazy_load=True,
         reads_weights=True,
     )
@@ -87,9 +88,6 @@ class FullyShardedPlugin(Zero1Plugin):
     modules: str | tuple[str, ...] = BLOCKS
     prefetch: int = 1
     persistence_threshold: int = 0
-
-    def sharded_over_replicas(self) -> frozenset[str]:
-        return frozenset({"weights", "gradients", "optimizer state"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

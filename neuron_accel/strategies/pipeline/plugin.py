@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -169,8 +170,9 @@ class PipelineParallelPlugin(PipelineOptions):
         check_loss(loss, {p for record in run.models for p in record.module.parameters()})
         loss.backward(**kwargs)
 
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Makes tied weights equal on their stages."""
+        yield
         for pipeline in self.pipelines(run):
             pipeline.ties.agree()
 

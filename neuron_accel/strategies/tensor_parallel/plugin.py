@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -103,9 +103,10 @@ class TensorParallelPlugin(TensorParallelOptions):
         embeddings = self.parallelize_embeddings and not replaced
         rewrite(architecture, plan_shards(architecture, degree, parallelize_embeddings=embeddings), model, run)
 
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Notes the gradients of parameters that each rank holds in full, which the ranks compare at times. On lazy
         devices their norm is part of the graph of the step."""
+        yield
         if run.mesh.degree(AXIS) == 1 or not run.backend.has_values:
             return
         copies = [p for group in optimizer.param_groups for p in group["params"] if _is_copy(p, run)]

@@ -63,6 +63,7 @@ class Zero1Plugin(StrategyPlugin):
         api_version=4,
         phase=Phase.OPTIMIZER,
         claims=frozenset({Claim.GRADIENT_REDUCTION, Claim.OPTIMIZER_STATE}),
+        shards=frozenset({"optimizer state"}),
     )
 
     removed_options: ClassVar[Mapping[str, str]] = {
@@ -81,9 +82,6 @@ class Zero1Plugin(StrategyPlugin):
     save_master_weights: bool = True
     overlap: bool = True
     broadcast_buffers: bool = True
-
-    def sharded_over_replicas(self) -> frozenset[str]:
-        return frozenset({"optimizer state"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,13 +160,11 @@ class Zero1Plugin(StrategyPlugin):
         for optimizer in self._optimizers(run):
             optimizer.finish_backward()
 
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Applies state that other plugins have written."""
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
+        """Applies state that other plugins have written; then broadcasts the first rank's buffers."""
         for sharded in self._optimizers(run):
             sharded.take_over()
-
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Broadcasts the first rank's buffers."""
+        yield
         for buffers in run.state(self).get("buffers", []):
             buffers.after_step()
 

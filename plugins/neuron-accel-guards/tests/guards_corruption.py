@@ -32,7 +32,7 @@ class Corrupts(StrategyPlugin):
 
     what: str
     rank: int = 1
-    step: int = 3
+    at_step: int = 3
     bit: int = 29
 
     def setup(self, run):
@@ -40,19 +40,23 @@ class Corrupts(StrategyPlugin):
         run.events.observe(run.state(self)["watcher"])
 
     def now(self, run, what):
-        return self.what == what and run.backend.rank == self.rank and run.state(self)["steps"] + 1 == self.step
+        return self.what == what and run.backend.rank == self.rank and run.state(self)["steps"] + 1 == self.at_step
 
-    def before_step(self, optimizer, run):
+    def step(self, optimizer, run):
         if run.backend.is_lazy:
             self.change_in_graph(optimizer, run)
-            return
-        if self.now(run, "gradient"):
+        elif self.now(run, "gradient"):
             flip(run.state(self)["watcher"].last, self.bit)
-        if self.now(run, "weight"):
+        elif self.now(run, "weight"):
             record = next(r for m in run.models for r in m.parameters if r.current is not None)
             flip(record.current if record.weights is None else record.weights.tensor, self.bit)
-        if self.now(run, "state"):
+        elif self.now(run, "state"):
             flip(next(iter(updated_state(optimizer).values()))["exp_avg"], self.bit)
+        yield
+        if self.now(run, "update"):
+            with torch.no_grad():
+                next(iter(run.models[0].module.parameters()))[0, 0] += 1e-3
+        run.state(self)["steps"] += 1
 
     def change_in_graph(self, optimizer, run):
         """All ranks trace the same graph, in which one of them multiplies by another number."""
@@ -65,12 +69,6 @@ class Corrupts(StrategyPlugin):
 
     def factor(self, run):
         return run.backend.number(1.5 if self.now(run, self.what) else 1.0)
-
-    def after_step(self, optimizer, run):
-        if self.now(run, "update"):
-            with torch.no_grad():
-                next(iter(run.models[0].module.parameters()))[0, 0] += 1e-3
-        run.state(self)["steps"] += 1
 
 
 class Results(Observer):
@@ -105,7 +103,7 @@ def train(
     from neuron_accel.testing import one_at_a_time
 
     guards: list[Any] = [SumCheck(every=every)] if every != 0 else []
-    planted = [Corrupts(what=what, rank=rank, step=step, bit=bit)] if what else []
+    planted = [Corrupts(what=what, rank=rank, at_step=step, bit=bit)] if what else []
     accelerator = NeuronAccelerator(
         plugins=[*planted, *guards], config={"plugins": plugins, **({"backend": backend} if backend else {})}
     )

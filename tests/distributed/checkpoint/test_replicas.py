@@ -4,6 +4,7 @@ and resumed."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,7 +54,8 @@ class DiLoCo(StrategyPlugin):
         state["anchor"] = {fqn: parameter.detach().clone() for fqn, parameter in held.items()}
         state["momentum"] = {fqn: torch.zeros_like(parameter) for fqn, parameter in held.items()}
 
-    def after_step(self, optimizer: torch.optim.Optimizer, run: contract.Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: contract.Run) -> Iterator[None]:
+        yield
         state = run.state(self)
         state["steps"] += 1
         if state["steps"] % ROUND:

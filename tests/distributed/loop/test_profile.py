@@ -46,7 +46,7 @@ def profiled(plugins, folder):
         (["zero1"], {"zero1.backward_pass", "zero1.gradients", "reduce_scatter over dp", "all_gather over dp"}),
         (
             [{"pipeline_parallel": {"pipeline_parallel_size": 2, "num_microbatches": 2}}],
-            {"pipeline_parallel.after_step", "send over pp", "receive over pp"},
+            {"pipeline_parallel.step", "send over pp", "receive over pp"},
         ),
     ],
     ids=["zero1", "pp2"],

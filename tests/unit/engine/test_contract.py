@@ -41,12 +41,14 @@ def run_of(*plugins: StrategyPlugin) -> Run:
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        (lambda: with_methods("a", after_stepp=lambda self, optimizer, run: None), "did you mean after_step?"),
-        (lambda: with_methods("a", after_step=lambda self, run: None), "after_step does not accept"),
+        (lambda: with_methods("a", reshapes=lambda self, optimizer, run: None), "did you mean reshape?"),
+        (lambda: with_methods("a", step=lambda self, run: (yield)), "step does not accept"),
         (lambda: with_methods("a", transform_model=lambda self, model, run, parameters: model), "transform_model does"),
         (lambda: with_methods("a", claims=(Claim.GRADIENT_REDUCTION,)), "claims gradient_reduction and has no"),
         (lambda: with_methods("a", claims=(Claim.OPTIMIZER_STATE,)), "has no transform_optimizer"),
         (lambda: with_methods("a", claims=(Claim.BACKWARD,)), "has no backward"),
+        (lambda: with_methods("a", step=3), "step is the name of a hook"),
+        (lambda: with_methods("a", after_step=lambda self, optimizer, run: None), "not a hook any more: step, after"),
         (lambda: with_methods("a", gradients=lambda self, run: None), "only called on the owner"),
         (lambda: with_methods("a", full_gradient=lambda self, parameter, run: None), "not a hook any more: gradients"),
     ],
@@ -62,15 +64,14 @@ def test_methods_that_are_no_hooks_are_allowed():
 
 
 def test_only_implemented_hooks_are_called_in_the_order_of_the_plan():
-    told = []
-    first = with_methods("first", after_step=lambda self, optimizer, run: told.append("first"))
+    first = with_methods("first", setup=lambda self, run: None)
     second = with_methods("second", transform_dataloader=lambda self, loader, run: loader * 2)
     run = run_of(second, first)
-    assert [hook.__self__.spec.name for hook in run.hooks["after_step"]] == ["first"]
+    assert [hook.__self__.spec.name for hook in run.hooks["setup"]] == ["first"]
     assert run.hooks.transform("transform_dataloader", 3, run) == 6
-    assert run.hooks["setup"] == ()
+    assert run.hooks["step"] == ()
     with pytest.raises(KeyError):
-        run.hooks["after_stepp"]
+        run.hooks["after_step"]
 
 
 def test_hooks_around_a_moment_act_before_and_after_it_and_are_closed_if_it_fails():
@@ -98,6 +99,20 @@ def test_hooks_around_a_moment_act_before_and_after_it_and_are_closed_if_it_fail
     assert told == ["a begins", "b begins", "c begins", "c is closed", "b is closed", "a is closed"]
 
 
+def test_one_that_yields_false_closes_those_before_it_and_is_the_last_that_is_called():
+    told = []
+
+    def step(self, optimizer, run):
+        told.append(f"{self.spec.name} begins")
+        yield False if self.spec.name == "b" else None
+        told.append(f"{self.spec.name} ends")
+
+    run = run_of(*(with_methods(name, step=step) for name in "abc"))
+    with run.hooks.around("step", "optimizer", run) as taken:
+        assert taken is False
+    assert told == ["a begins", "b begins"]
+
+
 def test_a_hook_around_a_moment_has_a_yield():
     with pytest.raises(PluginError, match="does not conform") as caught:
         run_of(with_methods("a", reshape=lambda self, model, run: None))
@@ -105,14 +120,15 @@ def test_a_hook_around_a_moment_has_a_yield():
 
 
 def test_explain_lists_the_plugins_of_each_hook():
-    def after_step(self, optimizer, run):
+    def step(self, optimizer, run):
         """Counts the step. And more."""
+        yield
 
-    text = run_of(with_methods("counter", after_step=after_step)).plan.explain()
+    text = run_of(with_methods("counter", step=step)).plan.explain()
     rows = [line.split("  ") for line in text.splitlines()]
     (row,) = [[cell.strip() for cell in row if cell.strip()] for row in rows if "Counts the step" in "".join(row)]
-    assert row == [HOOKS["after_step"].text, "counter", "Counts the step"]
-    order = [text.index(HOOKS[name].text) for name in ("gradients", "after_step")]
+    assert row == [HOOKS["step"].text, "counter", "Counts the step"]
+    order = [text.index(HOOKS[name].text) for name in ("gradients", "step")]
     assert order == sorted(order)
 
 

@@ -10,7 +10,7 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,8 +59,9 @@ class DesyncGuard(StrategyPlugin):
             meetings = Meetings(run, self.timeout_s)
             run.state(self).update(meetings=meetings, leave=run.events.observe(meetings))
 
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Counts steps, for messages."""
+        yield
         if "meetings" in run.state(self):
             run.state(self)["meetings"].step += 1
 

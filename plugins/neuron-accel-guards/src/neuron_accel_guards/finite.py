@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -91,19 +92,15 @@ class FiniteGuard(StrategyPlugin):
         self._watch(run).losses.append(_is_bad(loss.detach()))
         yield
 
-    def should_step(self, optimizer: torch.optim.Optimizer, run: Run) -> bool:
-        """Checks that loss and gradients are finite on all ranks."""
-        check = self._watch(run).check(optimizer, run)
-        if run.backend.is_lazy:
-            run.state(self)["due"] = check
-            return True
-        return self._decide(check, run)
-
-    def after_boundary(self, run: Run) -> None:
-        """Reads the check of a lazy device."""
-        check = run.state(self).pop("due", None)
-        if check is not None:
-            self._decide(check, run)
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[bool | None]:
+        """Checks that loss and gradients are finite on all ranks; on a lazy device once it has computed them."""
+        if run.may_skip:
+            check = self._watch(run).check(optimizer, run)
+            if run.backend.is_lazy:
+                run.backend.after_step(partial(self._decide, check, run), reads_graph=True)
+            elif not self._decide(check, run):
+                yield False
+        yield None
 
     def checkpoint_state(self, run: Run) -> dict[str, Any]:
         """Saves the numbers of steps taken and skipped."""

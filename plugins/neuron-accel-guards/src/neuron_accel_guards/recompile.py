@@ -86,9 +86,11 @@ class RecompileGuard(StrategyPlugin):
         """Counts micro-batches."""
         yield
         self._watch(run).micro_batches += 1
+        self._settle_later(run)
 
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Compares options and micro-batches with earlier steps."""
+        yield
         options = {
             f"param_groups[{i}][{name!r}]": repr(value)
             for i, group in enumerate(optimizer.param_groups)
@@ -96,16 +98,25 @@ class RecompileGuard(StrategyPlugin):
             if isinstance(value, (bool, int, float, str)) and name not in ("lr", "initial_lr")
         }
         self._report(self._watch(run).stepped(options, place_in_users_code()))
-
-    def after_boundary(self, run: Run) -> None:
-        """Reports new graphs."""
-        self._report(self._watch(run).settled(run.backend.compilations))
+        self._settle_later(run)
 
     def teardown(self, run: Run) -> None:
         """Removes its hooks from the model."""
         for handle in self._watch(run).handles:
             handle.remove()
         run.state(self).clear()
+
+    def _settle_later(self, run: Run) -> None:
+        """Reports new graphs, at the end of a micro-batch or of a step."""
+
+        def settle() -> None:
+            state.pop("waits", None)
+            self._report(self._watch(run).settled(run.backend.compilations))
+
+        state = run.state(self)
+        if run.backend.is_lazy and not state.get("waits"):
+            state["waits"] = True
+            run.backend.after_step(settle, reads_graph=True)
 
     def _watch(self, run: Run) -> GraphWatch:
         state = run.state(self)

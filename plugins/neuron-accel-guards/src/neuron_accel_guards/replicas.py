@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,8 +70,9 @@ class ReplicaCheck(StrategyPlugin):
         state.setdefault("due", 0), state.setdefault("steps", 0), state.setdefault("checked", {})
         state.setdefault("handles", []).append(model.module.register_forward_pre_hook(torch.compiler.disable(look)))
 
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Counts steps until replicas are compared."""
+        yield
         state = run.state(self)
         if state:
             state["steps"] += 1

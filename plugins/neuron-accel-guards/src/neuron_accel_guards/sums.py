@@ -81,17 +81,14 @@ class SumCheck(StrategyPlugin):
         checks = Checks(run, every)
         run.state(self).update(checks=checks, leave=run.events.observe(checks.sums))
 
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Compares memory with the end of the last step."""
-        self._checks(run).before_update(optimizer)
-
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Compares the sums of this step, and computes the checksums of what it updated."""
-        self._checks(run).after_update(optimizer)
-
-    def after_boundary(self, run: Run) -> None:
-        """Reads the checks, when due."""
-        self._checks(run).judge(run)
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
+        """Compares memory with the end of the last step, and the sums of this one, and computes the checksums of what
+        it updated. Reads the checks, when due."""
+        checks = self._checks(run)
+        checks.before_update(optimizer)
+        yield
+        checks.after_update(optimizer)
+        run.backend.after_step(lambda: checks.judge(run), reads_graph=True)
 
     def before_save(self, run: Run) -> None:
         """Reads all checks, so that no corrupt state is saved."""

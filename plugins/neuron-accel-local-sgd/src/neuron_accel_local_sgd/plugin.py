@@ -122,12 +122,10 @@ class LocalSGDPlugin(StrategyPlugin):
         self.loops(run).append(OuterLoop(optimizer, self._make_outer, schedule, run))
         return optimizer
 
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Before the first step: takes the weights that all islands have as anchors."""
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
+        """Before the first step: takes the weights that all islands have as anchors. Synchronises what is due."""
         self._loop_of(optimizer, run).before_step()
-
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Synchronises what is due."""
+        yield
         self._loop_of(optimizer, run).after_step()
 
     def reshape(self, model: PreparedModel, run: Run) -> Iterator[None]:

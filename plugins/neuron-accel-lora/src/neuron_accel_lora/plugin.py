@@ -146,7 +146,7 @@ class LoraPlugin(StrategyPlugin):
         state["checked"] = False
         return optimizer
 
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Before the first step: checks that an optimizer holds every adapter."""
         state = run.state(self)
         if state.get("checked", True):
@@ -166,6 +166,7 @@ class LoraPlugin(StrategyPlugin):
                     fix="build the optimizer from model.parameters(), or after `prepare` from those that require a "
                     "gradient",
                 )
+        yield
 
     def reshape(self, model: PreparedModel, run: Run) -> Iterator[None]:
         """Raises an error if an embedding or head with an adapter would be resized; the adapter would keep its

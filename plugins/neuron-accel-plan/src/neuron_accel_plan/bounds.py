@@ -342,7 +342,7 @@ class Bounds:
         return f"{kind} {len(stages.blocks[0])} stages of {sorted(passes)}"
 
     def _without_sharding(self, layout: Layout) -> str:
-        return repr([plugin for plugin in layout.plugins if not plugin.sharded_over_replicas()])
+        return repr([plugin for plugin in layout.plugins if not plugin.spec.shards])
 
     def _needs_less(self, one: Layout, other: Layout) -> bool:
         """Whether ``one`` needs no more memory than ``other``, of layouts that differ in what they shard over replicas
@@ -374,7 +374,7 @@ class Bounds:
                 name=repr(plugins),
                 family=family,
                 base=Sample(self._one(_without_recomputing(family)), 1),
-                parts=frozenset(part for plugin in plugins for part in plugin.sharded_over_replicas()),
+                parts=frozenset(part for plugin in plugins for part in plugin.spec.shards),
                 replicas=space.replicas,
                 rows=space.global_batch // space.data_ranks,
                 axes=tuple(axis for plugin in plugins for axis in plugin.axes()),

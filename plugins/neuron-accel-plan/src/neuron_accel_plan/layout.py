@@ -302,7 +302,7 @@ class Planner:
                 fix=f"choose {' or '.join(_divisors_near(stages.microbatches, rows))} micro-batches",
             )
         ranks = [rank or 0] if stages is None or rank is not None else _different_ranks(plan.mesh, stages, quick)
-        gathered = any("weights" in plugin.sharded_over_replicas() for plugin in plan.plugins)
+        gathered = any("weights" in plugin.spec.shards for plugin in plan.plugins)
         depths = depths_of(self._period, self.layers, gathered)
         extrapolated = self.blocks is not None and max(depths) < self.layers and not full_depth
         counts = {
@@ -452,7 +452,7 @@ class Planner:
         if stages is None or accumulation > 1:
             # Of what is sharded, a micro-batch between the first and the last may need most: it adds to all gradients,
             # and weights may stay gathered after it.
-            few = 3 if any(plugin.sharded_over_replicas() for plugin in plan.plugins) else 2
+            few = 3 if any(plugin.spec.shards for plugin in plan.plugins) else 2
             if accumulation <= few:
                 return of_depth(plan.plugins, accumulation, rows)
             counts = [of_depth(plan.plugins, 1, rows)]

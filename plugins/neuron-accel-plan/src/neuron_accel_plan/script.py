@@ -195,7 +195,6 @@ class _Recorder:
         self._model, self._parameters, self._stages = "", 0, None
         self._steps: Counter[int] = Counter()  # by optimizer
         self._counted: int | None = None  # the optimizer whose steps are counted
-        self._stepped: int | None = None  # the optimizer that has stepped since the last boundary
         self._calls, self._input = 0, (0, 0)
         self._traffic: Traffic | None = None
         self._operations = 0
@@ -264,15 +263,10 @@ class _Recorder:
             self.counter.label(waiting_gradients(model.module), GRADIENTS)
         self.enter("clipping" if GradientState().sync_gradients else "forward")
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        self._stepped = id(optimizer)
-        self._steps[id(optimizer)] += 1
-
-    def boundary(self, run: Run) -> None:
-        """The end of a micro-batch, or of an optimizer step."""
-        stepped, self._stepped = self._stepped, None
-        if stepped is None:
-            return
+    def stepped(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+        """The end of an optimizer step."""
+        stepped = id(optimizer)
+        self._steps[stepped] += 1
         self.enter("forward")
         done = self._steps[stepped]
         if self._counted in (None, stepped) and done == self._step:
@@ -393,9 +387,10 @@ class _First(_Observer):
         self.recorder.backward_begins()
         yield
 
-    def before_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Notes the begin of the optimizer step."""
         self.recorder.enter("optimizer step")
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,10 +410,7 @@ class _Last(_Observer):
         yield
         self.recorder.backward_ends()
 
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Notes the optimizer step."""
-        self.recorder.optimizer_stepped(optimizer)
-
-    def after_boundary(self, run: Run) -> None:
-        """Counts, or ends the run."""
-        self.recorder.boundary(run)
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
+        """Notes the optimizer step; then counts, or ends the run."""
+        yield
+        self.recorder.stepped(optimizer, run)

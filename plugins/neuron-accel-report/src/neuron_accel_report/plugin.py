@@ -152,13 +152,11 @@ class RunReportPlugin(StrategyPlugin):
             self._keep(run, "loss", loss)
         yield
 
-    def after_clipping(self, norm: torch.Tensor, run: Run) -> None:
-        """Keeps the gradient norm."""
-        if isinstance(norm, torch.Tensor):
-            self._keep(run, "norm", norm)
-
-    def after_step(self, optimizer: torch.optim.Optimizer, run: Run) -> None:
-        """Keeps learning rates, and counts memory every few steps."""
+    def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
+        """Keeps the gradient norm and learning rates, and counts memory every few steps."""
+        if isinstance(run.norm, torch.Tensor):
+            self._keep(run, "norm", run.norm)
+        yield
         report = self._report(run)
         if report is not None:
             report.stepped(optimizer, run)
