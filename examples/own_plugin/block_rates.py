@@ -75,6 +75,3 @@ class BlockRates(StrategyPlugin):
     def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
         for link, rates in zip(run.state(self).get("links", []), state["rates"], strict=True):
             link["given"]["lr"], link["seen"] = rates
-
-    def teardown(self, run: Run) -> None:
-        run.state(self).clear()

@@ -47,6 +47,7 @@ class FreezingSchedule(StrategyPlugin):
                     where="plugin 'freezing_schedule'",
                     fix="compare it with the names in model.named_parameters()",
                 )
+        run.undo(lambda: self.thaw(run))
         # Records, not parameters: those are replaced when the model is sharded.
         run.state(self).setdefault("records", []).extend(record for record in model.parameters if record.trains)
         self.apply(run)
@@ -65,6 +66,11 @@ class FreezingSchedule(StrategyPlugin):
                 parameter.requires_grad_(trains)
                 parameter.grad = None  # else the optimizer would use the last one again
 
+    def thaw(self, run: Run) -> None:
+        for record in run.state(self)["records"]:
+            if record.current is not None:
+                record.current.requires_grad_(True)
+
     def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         yield
         if run.state(self).setdefault("clock", optimizer) is optimizer:  # of several, the first one counts
@@ -77,9 +83,3 @@ class FreezingSchedule(StrategyPlugin):
     def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
         run.state(self)["steps"] = state["steps"]
         self.apply(run)
-
-    def teardown(self, run: Run) -> None:
-        for record in run.state(self).get("records", []):
-            if record.current is not None:
-                record.current.requires_grad_(True)
-        run.state(self).clear()

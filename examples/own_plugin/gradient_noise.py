@@ -52,14 +52,14 @@ class GradientNoise(StrategyPlugin):
 
     def setup(self, run: Run) -> None:
         moments = torch.zeros(2, device=run.device)  # of S and G; here, so that the first step has the graph of all
-        run.state(self).update(moments=moments, squares={}, handles=[])
+        run.state(self).update(moments=moments, squares={})
 
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         state = run.state(self)
         for record in model.parameters:
             if record.current is not None and record.trains:
                 state["squares"][record.current] = []
-                state["handles"].append(record.current.register_hook(partial(self.observe, record, run)))
+                run.undo(record.current.register_hook(partial(self.observe, record, run)).remove)
 
     def observe(self, record: ParameterRecord, run: Run, gradient: torch.Tensor) -> None:
         """The gradient of one micro-batch, before it is accumulated and reduced."""
@@ -95,8 +95,3 @@ class GradientNoise(StrategyPlugin):
 
     def load_checkpoint_state(self, state: dict[str, torch.Tensor], run: Run) -> None:
         run.state(self)["moments"] = state["moments"].to(run.device)
-
-    def teardown(self, run: Run) -> None:
-        for handle in run.state(self).get("handles", []):
-            handle.remove()
-        run.state(self).clear()

@@ -85,6 +85,3 @@ class WeightAverage(StrategyPlugin):
         if not run.state(self).pop("loaded", False):
             for parameter, average in run.state(self).get("averages", {}).items():
                 average.copy_(parameter.detach())
-
-    def teardown(self, run: Run) -> None:
-        run.state(self).clear()

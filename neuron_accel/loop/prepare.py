@@ -238,8 +238,7 @@ def finish(run: Run) -> None:
 
 def release(run: Run, kept: Sequence[PreparedModel] = ()) -> None:
     """Ends what the plugins do with the models and optimizers of a run, and drops them, but for the models ``kept``."""
-    for teardown in reversed(run.hooks["teardown"]):
-        teardown(run)
+    run.end()
     for optimizer in run.optimizers:
         if optimizer.lazy is not None:
             optimizer.lazy.close()

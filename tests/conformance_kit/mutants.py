@@ -351,7 +351,6 @@ class Litters(StrategyPlugin):
         nn.functional.silu = lambda *args, **kwargs: original(*args, **kwargs)
 
     def transform_model(self, model, run):
-        run.state(self)["model"] = model.module
         model.module.litter = True
         model.module.lm_head.register_forward_hook(lambda *_: None)
         model.module.lm_head.weight.register_hook(lambda gradient: gradient)
@@ -421,11 +420,6 @@ class Owner(StrategyPlugin):
         yield
         for reducer in run.state(self)["reducers"]:
             reducer.restart()
-
-    def teardown(self, run):
-        for each in (*run.state(self).get("reducers", []), *run.state(self).get("buffers", [])):
-            each.close()
-        run.state(self).clear()
 
     def finish(self, run):
         for reducer in run.state(self)["reducers"]:

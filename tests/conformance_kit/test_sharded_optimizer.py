@@ -76,12 +76,6 @@ class ShardedStatePlugin(StrategyPlugin):
     def gradients(self, run):
         return ShardedGradients(run, run.state(self).get("reducers", []), self._optimizers(run))
 
-    def teardown(self, run):
-        state = run.state(self)
-        for closes in (*state.get("reducers", []), *state.get("optimizers", []), *state.get("buffers", [])):
-            closes.close()
-        state.clear()
-
     def _optimizers(self, run):
         return run.state(self).get("optimizers", [])
 

@@ -51,8 +51,8 @@ class GradientReducer:
     out of data in ``join_uneven_inputs`` contribute zeros.
 
     The owner calls the methods from its hooks: :meth:`begin_backward` and :meth:`end_backward` from
-    ``backward_pass``, :meth:`before_step` from ``before_step`` and before gradients are clipped or scaled,
-    :meth:`restart` from ``reshape``, :meth:`close` from ``teardown``.
+    ``backward_pass``, :meth:`before_step` from ``step`` and before gradients are clipped or scaled, :meth:`restart`
+    from ``reshape``. Its hooks are removed with those of the run (:meth:`Run.undo`).
 
     Args:
         model: after all rewrites, on its device: create the reducer in ``transform_model``, in phase ``GRADIENTS`` or
@@ -78,6 +78,7 @@ class GradientReducer:
         self._memory: list[FlatGradients] = []  # of each bucket; on lazy devices none
         # A lazy device runs nothing before the graph is complete, and its compiler schedules the reduction.
         self._watcher = BackwardWatcher(self, self._records(), run, overlap=not run.backend.is_lazy)
+        run.undo(self.close)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self._buckets)} buckets of {self._model!r}>"

@@ -191,9 +191,9 @@ class _KnownOptionsOnly:
 class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
     """Base class of all strategies. By default hooks do nothing.
 
-    Hooks are called in the order of the plan, ``teardown`` in reverse. One around a moment is a generator: what
-    precedes its ``yield`` runs before, what follows it runs after. If the moment fails it is closed at its ``yield``:
-    what must be undone then stands in a ``finally``.
+    Hooks are called in the order of the plan. One around a moment is a generator: what precedes its ``yield`` runs
+    before, what follows it runs after. If the moment fails it is closed at its ``yield``: what must be undone then
+    stands in a ``finally``. What is undone when models are released is given to :meth:`Run.undo`.
     """
 
     spec: ClassVar[PluginSpec]
@@ -346,10 +346,6 @@ class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
             tokens: number of tokens of this rank in a step, for amounts that depend on it; None for amounts per token.
         """
         return ""
-
-    @hook("the run ends")
-    def teardown(self, run: Run) -> None:
-        """Called at the end of the run, in reverse order of the plan."""
 
 
 HOOKS: Mapping[str, Moment] = MappingProxyType(

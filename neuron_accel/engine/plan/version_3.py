@@ -27,6 +27,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "after_step": "step, after its yield",
         "after_clipping": "run.norm, which step reads",
         "after_boundary": "run.backend.after_step, which step calls",
+        "teardown": "run.undo, beside what is to be undone; the state of plugins is dropped for them",
         "sharded_over_replicas": "PluginSpec(shards=...)",
         "before_reshape": "reshape, before its yield",
         "after_reshape": "reshape, after its yield",
@@ -63,6 +64,9 @@ class Hooks:
             pass
 
         def after_boundary(self, run: Any) -> None:
+            pass
+
+        def teardown(self, run: Any) -> None:
             pass
 
         def sharded_over_replicas(self) -> frozenset[str]:
@@ -102,6 +106,13 @@ def may_be(cls: type[Any]) -> bool:
     """Returns whether a plugin class that states no version can be of version 3: it has no hook of version 4 only."""
     own = [base for base in cls.__mro__ if "spec" in vars(base)]
     return not any(name in vars(base) for name in _SOURCES for base in own)
+
+
+def end(plugins: Iterable[Any], run: Any) -> None:
+    """Calls ``teardown`` of those of version 3."""
+    for plugin in reversed([*plugins]):
+        if is_of(type(plugin)):
+            plugin.teardown(run)
 
 
 def has_instead(cls: type[Any], hooks: Iterable[str]) -> bool:

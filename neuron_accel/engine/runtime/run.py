@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 
 from neuron_accel.backends.randomness import RankRandomness
 from neuron_accel.engine.optim.norms import Gradients
+from neuron_accel.engine.plan import version_3
 from neuron_accel.engine.plan.plugin import HOOKS, Claim, Phase, hooks_of
 from neuron_accel.engine.runtime.join import Join
 from neuron_accel.engine.runtime.shared_inputs import SharedInputs
@@ -290,6 +291,7 @@ class Run:
     """The plugins' hooks, called by the code that drives the run."""
     join: Join = field(init=False)
     """Lets ranks that have run out of data take part in the collectives of the others."""
+    _undo: ExitStack = field(default_factory=ExitStack, init=False)
     until_released: ExitStack = field(default_factory=ExitStack, init=False)
     """Settings of the process, which end when the prepared models are released."""
     shared_inputs: SharedInputs = field(init=False)
@@ -405,6 +407,16 @@ class Run:
     def state(self, plugin: StrategyPlugin) -> dict[str, Any]:
         """Returns the dict for the run-time state of one plugin."""
         return self._state.setdefault(plugin.spec.name, {})
+
+    def undo(self, action: Callable[[], object]) -> None:
+        """Calls ``action`` when what was prepared is released, the last one first. Then plugins lose their state."""
+        self._undo.callback(action)
+
+    def end(self) -> None:
+        """Undoes what plugins have done with what was prepared."""
+        self._undo.close()
+        version_3.end(self.plan.plugins, self)
+        self._state.clear()
 
     def prepared(self, model: nn.Module) -> PreparedModel | None:
         """Returns the record of a model, given the module that the user passed, the one that trains, or the latter

@@ -87,7 +87,7 @@ class BufferBroadcast:
     """Broadcasts the persistent buffers of one model from the first rank, or from the first that still has data.
 
     A strategy whose ranks process different samples creates one in ``transform_model``, in phase ``GRADIENTS`` or
-    later, and calls :meth:`after_step` from its hook of that name. Nothing is sent for a model without buffers, or if
+    later, and calls :meth:`after_step` from its hook ``step``. Nothing is sent for a model without buffers, or if
     no training forward has run since the last broadcast. All methods are collective.
 
     Args:
@@ -109,6 +109,7 @@ class BufferBroadcast:
                 self._is_stale = True
 
         self._handle = model.module.register_forward_pre_hook(notice) if self._by_axes else None
+        run.undo(self.close)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._model!r}>"

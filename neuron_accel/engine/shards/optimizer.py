@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -105,6 +106,8 @@ class ShardedOptimizer(ShardBuilder, OwnMethods, torch.optim.Optimizer):
         self.shards = self._twin.shards
         overlap = overlap and (not self._lazy or not self.by_arrival)
         self._watcher = BackwardWatcher(self, self._records(optimizer.param_groups), run, overlap=overlap)
+        closing = weakref.WeakMethod(self.close)  # the run keeps no optimizer that is prepared anew
+        run.undo(lambda: (close := closing()) and close())
         self._own_call = run.join.register("a method of the optimizer", self.call_own)
         self._twin.create()
         self.inner = self._twin.inner

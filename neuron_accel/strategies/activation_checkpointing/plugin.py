@@ -102,15 +102,13 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
                 fix="leave out gradient_checkpointing_enable() (in a Trainer: its flag), or the plugin",
             )
         if self.modules == CORE_ATTENTION:
-            undo = BlockwiseAttention(run.backend).install(model.module, _WHERE)
-            run.state(self).setdefault("undo", []).append(undo)
+            run.undo(BlockwiseAttention(run.backend).install(model.module, _WHERE))
             return
         names = [record.fqn for record in model.parameters]
         for _, module in _outermost(find_modules(model.module, self.modules, names)[:: self.every]):
             if not _is_elsewhere(module):
-                undo = wrap_forward(module, functools.partial(_recompute, run.backend))
+                run.undo(wrap_forward(module, functools.partial(_recompute, run.backend)))
                 run.state(self).setdefault("modules", []).append(module)
-                run.state(self).setdefault("undo", []).append(undo)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Lists the modules on this rank that are recomputed."""
@@ -122,12 +120,6 @@ class ActivationCheckpointingPlugin(StrategyPlugin):
             return ""
         lines = [f"computed again in the backward pass ({len(names)} modules on this rank):"]
         return "\n".join([*lines, *(f"  {line}" for line in _summarise(names))])
-
-    def teardown(self, run: Run) -> None:
-        """Restores the forward methods of modules."""
-        for undo in run.state(self).pop("undo", ()):
-            undo()
-        run.state(self).pop("modules", None)
 
 
 # ---- which modules ---------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class ChunkedLossPlugin(StrategyPlugin):
         head = self._find_head(model)
         if not getattr(head, "stands_for_another_stage", False):
             defer = partial(_defer, run.backend, self.chunks)
-            run.state(self).setdefault("undo", []).append(wrap_forward(head, defer))
+            run.undo(wrap_forward(head, defer))
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Names the head whose logits are computed in chunks."""
@@ -83,11 +83,6 @@ class ChunkedLossPlugin(StrategyPlugin):
             return ""
         name = next(name for name, module in model.inner.named_modules() if module is head)
         return f"logits of {name!r} and their cross entropy in {self.chunks} chunks of tokens"
-
-    def teardown(self, run: Run) -> None:
-        """Restores the forward of heads."""
-        for undo in run.state(self).pop("undo", ()):
-            undo()
 
     def _find_head(self, model: PreparedModel) -> nn.Module:
         modules = dict(model.inner.named_modules())

@@ -89,14 +89,6 @@ class DataParallelPlugin(StrategyPlugin):
         """Completes the reduction."""
         return Gradients(run, partial(self._flush, run), partial(self._flush, run, in_step=False))
 
-    def teardown(self, run: Run) -> None:
-        """Removes the hooks from parameters and modules."""
-        for reducer in self._reducers(run):
-            reducer.close()
-        for buffers in run.state(self).get("buffers", []):
-            buffers.close()
-        run.state(self).clear()
-
     def _flush(self, run: Run, *, in_step: bool = True) -> None:
         """Before gradients are used, for a step or otherwise."""
         for reducer in self._reducers(run):

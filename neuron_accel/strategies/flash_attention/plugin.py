@@ -86,7 +86,7 @@ class FlashAttentionPlugin(StrategyPlugin):
             kernel_only=self.kernel == NKI,
             ignores_padding=self.right_padded,
         )
-        run.state(self).setdefault("undo", []).append(attention.install(model.module, _WHERE))
+        run.undo(attention.install(model.module, _WHERE))
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Describes how attention is computed on this rank."""
@@ -98,8 +98,3 @@ class FlashAttentionPlugin(StrategyPlugin):
 
     def _why_not_nki(self, run: Run) -> str:
         return why_not_nki_here(run.backend, run.hardware.name if run.hardware else "")
-
-    def teardown(self, run: Run) -> None:
-        """Restores the attention of models."""
-        for undo in run.state(self).pop("undo", ()):
-            undo()

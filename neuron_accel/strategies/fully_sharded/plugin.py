@@ -153,6 +153,7 @@ class FullyShardedPlugin(Zero1Plugin):
         state, units = run.state(self), self._units(run)
         if "order" not in state:
             state["order"] = UnitOrder(run, self.spec.name)
+            run.undo(state["order"].close)
         units.append(
             kind(
                 model,
@@ -168,6 +169,7 @@ class FullyShardedPlugin(Zero1Plugin):
                 plugin=self.spec.name,
             )
         )
+        run.undo(units[-1].close)
         self._weights(run).units.append(units[-1])
 
     def _sharded(self, optimizer: torch.optim.Optimizer, run: Run) -> ShardedOptimizer:
@@ -199,11 +201,3 @@ class FullyShardedPlugin(Zero1Plugin):
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """How many parameters are gathered together."""
         return "\n".join(units.explain() for units in self._units(run) if units.is_of(model))
-
-    def teardown(self, run: Run) -> None:
-        """Removes the hooks. Parameters stay sharded."""
-        for units in self._units(run):
-            units.close()
-        if "order" in run.state(self):
-            run.state(self)["order"].close()
-        super().teardown(run)

@@ -176,10 +176,6 @@ class PipelineParallelPlugin(PipelineOptions):
         for pipeline in self.pipelines(run):
             pipeline.ties.agree()
 
-    def teardown(self, run: Run) -> None:
-        """Drops the pipelines."""
-        run.state(self).clear()
-
 
 def stages_of_parameters(model: torch.nn.Module, stage_of: dict[str, int]) -> dict[str, int]:
     """Returns the stage of each parameter by its FQN, from the stages of modules."""

@@ -177,16 +177,6 @@ class Zero1Plugin(StrategyPlugin):
         """Completes the reduction, and finds this rank's shards."""
         return ShardedGradients(run, self._averagers(run), self._optimizers(run))
 
-    def teardown(self, run: Run) -> None:
-        """Removes hooks and drops gradients."""
-        for averager in self._averagers(run):
-            averager.close()
-        for optimizer in self._optimizers(run):
-            optimizer.close()
-        for buffers in run.state(self).get("buffers", []):
-            buffers.close()
-        run.state(self).clear()
-
     def _optimizers(self, run: Run) -> list[ShardedOptimizer]:
         return run.state(self).get("optimizers", [])
 

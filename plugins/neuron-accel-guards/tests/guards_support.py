@@ -145,14 +145,10 @@ class PlantsNaN(StrategyPlugin):
         here = [r for r in model.parameters if r.current is not None and r.fqn.endswith("norm.weight")]
         if run.backend.rank == self.rank and here:
             run.state(self).update(armed=False, fqn=here[-1].fqn)
-            run.state(self)["handle"] = here[-1].current.register_hook(
+            handle = here[-1].current.register_hook(
                 lambda gradient: gradient * float("nan") if run.state(self)["armed"] else None
             )
-
-    def teardown(self, run):
-        if run.state(self):
-            run.state(self)["handle"].remove()
-            run.state(self).clear()
+            run.undo(handle.remove)
 
 
 def train_with_nan(plugins, action, *, steps=5, accumulation=1, at=None, left_out=None, backend=None, loss=False):

@@ -82,7 +82,7 @@ class ContextParallelPlugin(StrategyPlugin):
         attached = Attached(
             model.module, run, AXIS, keeps_logits=self.training_logits, staged=run.mesh.degree("pp") > 1
         )
-        run.state(self).setdefault("models", []).append(attached)
+        run.undo(attached.detach)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """Describes the communication of each attention layer."""
@@ -93,8 +93,3 @@ class ContextParallelPlugin(StrategyPlugin):
             f"Each attention layer sends the keys and values of 1/{degree} of the sequence {degree - 1} times forward, "
             f"the same and their gradients {2 * degree - 1} times backward, to the next of {degree} ranks."
         )
-
-    def teardown(self, run: Run) -> None:
-        for attached in run.state(self).get("models", []):
-            attached.detach()
-        run.state(self).clear()

@@ -158,9 +158,6 @@ class ExpertParallelPlugin(StrategyPlugin):
                 )
         return "\n".join(lines)
 
-    def teardown(self, run: Run) -> None:
-        run.state(self).clear()  # the hooks stay with the model, which stays sharded
-
 
 def shard_experts(module: nn.Module, parameters: ParameterMap, run: Run) -> None:
     """Keeps this rank's experts in a module of experts, and says so in the layouts of its parameters, which may be

@@ -57,21 +57,15 @@ class DesyncGuard(StrategyPlugin):
         """Observes collectives, to compare them between ranks."""
         if run.world.size > 1:
             meetings = Meetings(run, self.timeout_s)
-            run.state(self).update(meetings=meetings, leave=run.events.observe(meetings))
+            run.state(self)["meetings"] = meetings
+            run.undo(meetings.close)
+            run.undo(run.events.observe(meetings))
 
     def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Counts steps, for messages."""
         yield
         if "meetings" in run.state(self):
             run.state(self)["meetings"].step += 1
-
-    def teardown(self, run: Run) -> None:
-        """Stops comparing collectives."""
-        state = run.state(self)
-        if state:
-            state["leave"]()
-            state["meetings"].close()
-            state.clear()
 
 
 # ---- Comparing collectives -------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class FiniteGuard(StrategyPlugin):
             watch.follow(record.current for record in model.parameters if record.current is not None)
 
         follow()
-        watch.handles.append(model.module.register_forward_pre_hook(follow))
+        run.undo(model.module.register_forward_pre_hook(follow).remove)
 
     def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
         """Checks the loss."""
@@ -113,16 +113,10 @@ class FiniteGuard(StrategyPlugin):
         watch.skipped, watch.loaded = int(state["skipped"]), [int(count) for count in state["steps"]]
         watch.steps.clear()
 
-    def teardown(self, run: Run) -> None:
-        """Removes its hooks from the model."""
-        for handle in self._watch(run).handles:
-            handle.remove()
-        run.state(self).clear()
-
     def _watch(self, run: Run) -> GradientWatch:
         state = run.state(self)
         if "watch" not in state:
-            state["watch"] = GradientWatch(run.backend.is_lazy, run.backend.number(0.0))
+            state["watch"] = GradientWatch(run.backend.is_lazy, run.backend.number(0.0), run.undo)
         return state["watch"]
 
     def _decide(self, check: Check, run: Run) -> bool:
@@ -172,12 +166,12 @@ class GradientWatch:
 
     lazy: bool
     zero: torch.Tensor
+    undo: Callable[[Callable[[], object]], None]
     skipped: int = 0
     steps: dict[int, int] = field(default_factory=dict)
     """Steps of each optimizer, by its identity, in the order of their first steps."""
     loaded: list[int] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
-    handles: list[Any] = field(default_factory=list)
     _watched: set[nn.Parameter] = field(default_factory=set)
     _flags: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
@@ -186,7 +180,7 @@ class GradientWatch:
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
-                self.handles.append(parameter.register_hook(self._looker(parameter)))
+                self.undo(parameter.register_hook(self._looker(parameter)).remove)
 
     def _looker(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
         # A tensor hook receives the added gradient before hooks of the accumulated gradient, which may move it.

@@ -80,7 +80,7 @@ class RecompileGuard(StrategyPlugin):
             use += "" if torch.is_grad_enabled() else " without gradients"
             self._report(watch.called(use, signature_of(module, args, kwargs), place_in_users_code()))
 
-        watch.handles.append(model.module.register_forward_pre_hook(look, with_kwargs=True))
+        run.undo(model.module.register_forward_pre_hook(look, with_kwargs=True).remove)
 
     def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
         """Counts micro-batches."""
@@ -99,12 +99,6 @@ class RecompileGuard(StrategyPlugin):
         }
         self._report(self._watch(run).stepped(options, place_in_users_code()))
         self._settle_later(run)
-
-    def teardown(self, run: Run) -> None:
-        """Removes its hooks from the model."""
-        for handle in self._watch(run).handles:
-            handle.remove()
-        run.state(self).clear()
 
     def _settle_later(self, run: Run) -> None:
         """Reports new graphs, at the end of a micro-batch or of a step."""
@@ -161,7 +155,6 @@ class GraphWatch:
     compiled: int | None
     step: int = 1
     micro_batches: int = 0
-    handles: list[Any] = field(default_factory=list)
     _seen: dict[str, list[Signature]] = field(default_factory=dict)
     _calls: Counter[str] = field(default_factory=Counter)
     _suspects: list[tuple[str, str]] = field(default_factory=list)  # what is new since the last boundary, and where

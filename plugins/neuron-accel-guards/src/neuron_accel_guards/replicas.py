@@ -68,7 +68,7 @@ class ReplicaCheck(StrategyPlugin):
                 compare()
 
         state.setdefault("due", 0), state.setdefault("steps", 0), state.setdefault("checked", {})
-        state.setdefault("handles", []).append(model.module.register_forward_pre_hook(torch.compiler.disable(look)))
+        run.undo(model.module.register_forward_pre_hook(torch.compiler.disable(look)).remove)
 
     def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Counts steps until replicas are compared."""
@@ -77,12 +77,6 @@ class ReplicaCheck(StrategyPlugin):
         if state:
             state["steps"] += 1
             state["due"] += bool(self.every) and state["steps"] % self.every == 0
-
-    def teardown(self, run: Run) -> None:
-        """Removes its hooks from the model."""
-        for handle in run.state(self).pop("handles", []):
-            handle.remove()
-        run.state(self).clear()
 
 
 def check_replicas(model: PreparedModel, run: Run, steps: int = 0) -> None:

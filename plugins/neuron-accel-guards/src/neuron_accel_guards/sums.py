@@ -79,7 +79,8 @@ class SumCheck(StrategyPlugin):
         """Observes sums over ranks."""
         every = self.every or (1 if run.backend.reads_are_free else _EVERY)
         checks = Checks(run, every)
-        run.state(self).update(checks=checks, leave=run.events.observe(checks.sums))
+        run.state(self)["checks"] = checks
+        run.undo(run.events.observe(checks.sums))
 
     def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Compares memory with the end of the last step, and the sums of this one, and computes the checksums of what
@@ -102,13 +103,6 @@ class SumCheck(StrategyPlugin):
         """Forgets the checksums of earlier values."""
         yield
         self._checks(run).forget()
-
-    def teardown(self, run: Run) -> None:
-        """Removes its hooks."""
-        state = run.state(self)
-        if state:
-            state["leave"]()
-        state.clear()
 
     def _checks(self, run: Run) -> Checks:
         return run.state(self)["checks"]

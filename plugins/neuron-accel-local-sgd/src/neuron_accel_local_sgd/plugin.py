@@ -173,9 +173,6 @@ class LocalSGDPlugin(StrategyPlugin):
             for loop in self.loops(run):
                 loop.restart()
 
-    def teardown(self, run: Run) -> None:
-        run.state(self).clear()
-
     # ---- helpers -----------------------------------------------------------------------------------------------------
     def loops(self, run: Run) -> list[OuterLoop]:
         """The outer loops of a run, one for each prepared optimizer, in their order."""

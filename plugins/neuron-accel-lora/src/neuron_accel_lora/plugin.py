@@ -181,9 +181,6 @@ class LoraPlugin(StrategyPlugin):
 
         return explain(model.parameters, self.survey_of(model.parameters, run))
 
-    def teardown(self, run: Run) -> None:
-        run.state(self).clear()
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoraLayersPlugin(StrategyPlugin):

@@ -126,7 +126,8 @@ class RunReportPlugin(StrategyPlugin):
         if not run.backend.has_values or run.is_precompiling:
             self._observe_only(run)
             return
-        run.state(self)["report"] = Report(self, run)
+        run.state(self)["report"] = report = Report(self, run)
+        run.undo(report.close)
 
     def _observe_only(self, run: Run) -> None:
         """A run that only collects graphs has the same outputs, and no report."""
@@ -171,13 +172,6 @@ class RunReportPlugin(StrategyPlugin):
         report = self._report(run)
         if report is not None and "steps" in state:
             report.recorder.step = int(state["steps"])
-
-    def teardown(self, run: Run) -> None:
-        """Writes what is left, and closes the file."""
-        report = self._report(run)
-        if report is not None:
-            report.close()
-        run.state(self).clear()
 
     def _report(self, run: Run) -> Report | None:
         return run.state(self).get("report")

@@ -151,17 +151,16 @@ def leftovers(case: Case, plain: Case) -> list[str]:
         plain: the same without plugins. It runs first, since Accelerate and torch leave changes of their own in a
             process.
     """
-    without_plugins = _model_changes(plain)[0]
+    without_plugins = _model_changes(plain)
     world = World.now()
     snapshots = [Attributes(where, place) for plugin in case.plugins for where, place in _places(plugin)]
-    changes, found = _model_changes(case)
-    found += [change for change in changes if change not in without_plugins]
+    found = [change for change in _model_changes(case) if change not in without_plugins]
     found += [change for snapshot in snapshots for change in snapshot.changes()]
     return found + world.changes()
 
 
-def _model_changes(case: Case) -> tuple[list[str], list[str]]:
-    """How a model differs after a run, unless it stays sharded; and the state that plugins still have in the run."""
+def _model_changes(case: Case) -> list[str]:
+    """How a model differs after a run, unless it stays sharded."""
     torch.manual_seed(0)
     built = case.model()
     shape = ModelShape.of(built)
@@ -170,14 +169,9 @@ def _model_changes(case: Case) -> tuple[list[str], list[str]]:
     run = trainee.accelerator.run
     sharded = any(r.layout.cuts or r.holders or r.weights for model in run.models for r in model.parameters)
     trainee.accelerator.free_memory()
-    kept = [
-        f"run.state of plugin {plugin.spec.name!r} still holds {', '.join(map(str, run.state(plugin)))}"
-        for plugin in run.plan.plugins
-        if run.state(plugin)
-    ]
     changes = [] if sharded else shape.changes()  # a sharded model keeps the hooks that it needs
     run.backend.shutdown()  # not end_training, which destroys every group
-    return changes, kept
+    return changes
 
 
 class Attributes:
