@@ -69,9 +69,10 @@ class BlockRates(StrategyPlugin):
                 group["lr"], link["seen"] = link["given"]["lr"] * link["rate"], link["given"]["lr"]
         yield
 
-    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+    def save(self, run: Run) -> dict[str, Any]:
         return {"rates": [[link["given"]["lr"], link["seen"]] for link in run.state(self).get("links", [])]}
 
-    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
-        for link, rates in zip(run.state(self).get("links", []), state["rates"], strict=True):
-            link["given"]["lr"], link["seen"] = rates
+    def load(self, state: dict[str, Any], run: Run) -> None:
+        if state:
+            for link, rates in zip(run.state(self).get("links", []), state["rates"], strict=True):
+                link["given"]["lr"], link["seen"] = rates

@@ -77,9 +77,10 @@ class FreezingSchedule(StrategyPlugin):
             run.state(self)["steps"] += 1
             self.apply(run)
 
-    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+    def save(self, run: Run) -> dict[str, Any]:
         return {"steps": run.state(self).get("steps", 0)}
 
-    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
-        run.state(self)["steps"] = state["steps"]
-        self.apply(run)
+    def load(self, state: dict[str, Any], run: Run) -> None:
+        if state:
+            run.state(self)["steps"] = state["steps"]
+            self.apply(run)

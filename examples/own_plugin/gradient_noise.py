@@ -90,8 +90,9 @@ class GradientNoise(StrategyPlugin):
         variance, square = run.backend.to_host(run.state(self)["moments"]).tolist()
         return self.micro_batch_size * variance / square if square and variance else math.nan
 
-    def checkpoint_state(self, run: Run) -> dict[str, torch.Tensor]:
+    def save(self, run: Run) -> dict[str, torch.Tensor]:
         return {"moments": run.backend.to_host(run.state(self)["moments"])}
 
-    def load_checkpoint_state(self, state: dict[str, torch.Tensor], run: Run) -> None:
-        run.state(self)["moments"] = state["moments"].to(run.device)
+    def load(self, state: dict[str, torch.Tensor], run: Run) -> None:
+        if state:
+            run.state(self)["moments"] = state["moments"].to(run.device)

@@ -65,7 +65,7 @@ class WeightAverage(StrategyPlugin):
             parameter.copy_(value)
         run.backend.step_boundary()  # a lazy device copies now, on every rank, whatever each reads next
 
-    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+    def save(self, run: Run) -> dict[str, Any]:
         """By name and laid out like the parameters, so that any mesh can load it."""
         averages, state = run.state(self).get("averages", {}), {}
         for index, model in enumerate(run.models):
@@ -73,15 +73,12 @@ class WeightAverage(StrategyPlugin):
             state[f"model {index}"] = ShardedState(mine, index)
         return state
 
-    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+    def load(self, state: dict[str, Any], run: Run) -> None:
+        """From a checkpoint without averages they start with its weights."""
+        if not state:
+            for parameter, average in run.state(self).get("averages", {}).items():
+                average.copy_(parameter.detach())
         for sharded in state.values():
             for fqn, average in sharded.tensors.items():
                 parameter = run.models[sharded.model].parameters[fqn].current
                 run.state(self)["averages"][parameter].copy_(average)
-        run.state(self)["loaded"] = True
-
-    def after_load(self, run: Run) -> None:
-        """A checkpoint without averages: they start with its weights."""
-        if not run.state(self).pop("loaded", False):
-            for parameter, average in run.state(self).get("averages", {}).items():
-                average.copy_(parameter.detach())

@@ -50,5 +50,5 @@ def full_weights(module: nn.Module, run: Run) -> Iterator[None]:
 
 def _before_save(run: Run) -> None:
     """Waits for weights that are being gathered, and takes those that the loop has written, as before saving."""
-    for before_save in run.hooks["before_save"]:
-        before_save(run)
+    for save in run.hooks["save"]:
+        save(run)

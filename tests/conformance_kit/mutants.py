@@ -293,12 +293,13 @@ class RemembersItsCount(ForgetsItsCount):
 
     spec = spec("remembers_its_count")
 
-    def checkpoint_state(self, run):
+    def save(self, run):
         return {"steps": run.state(self)["steps"], "as a tensor": torch.tensor(run.state(self)["steps"])}
 
-    def load_checkpoint_state(self, state, run):
-        assert state["as a tensor"].item() == state["steps"]
-        run.state(self)["steps"] = state["steps"]
+    def load(self, state, run):
+        if state:
+            assert state["as a tensor"].item() == state["steps"]
+            run.state(self)["steps"] = state["steps"]
 
 
 @dataclass(frozen=True, kw_only=True)

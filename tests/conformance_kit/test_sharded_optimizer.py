@@ -69,7 +69,7 @@ class ShardedStatePlugin(StrategyPlugin):
         for buffers in run.state(self).get("buffers", []):
             buffers.after_step()
 
-    def before_save(self, run):
+    def save(self, run):
         for optimizer in self._optimizers(run):
             optimizer.take_user_weights()
 

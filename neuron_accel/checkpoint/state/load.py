@@ -161,6 +161,8 @@ def load(
             if (main := training.main_model()) is not None:
                 load_weights(main, folder, run)
             refresh_masters(training.optimizers, run)
+            for hook in run.hooks["load"]:
+                hook({}, run)
             return {}, {}
         index, restored, needs = agreed(run, lambda: opened(manifest))
         agreed(run, lambda: read(needs, index, restored))

@@ -178,15 +178,14 @@ class Restored:
         agreed(training.run, self._apply_custom)
         if training.scaler is not None and self._scaler is not None:
             training.scaler.load_state_dict(self._scaler)
-        plugins = {plugin.spec.name: plugin for plugin in training.run.plan.plugins}
-        for name in sorted({*self._plugins, *self.plugin_forms}):
-            if name in plugins:
-                with _refusing(f"Plugin {name!r} cannot load its state."):
-                    plugins[name].load_checkpoint_state(self._plugin_state(name), training.run)
-            else:
-                _log.warning(
-                    "The checkpoint has state of plugin %r, which this run does not use; it is not loaded.", name
-                )
+        hooks: list[Any] = [*training.run.hooks["load"]]  # bound methods of plugins
+        for load in hooks:
+            name = load.__self__.spec.name
+            with _refusing(f"Plugin {name!r} cannot load its state."):
+                load(self._plugin_state(name), training.run)
+        here = {plugin.spec.name for plugin in training.run.plan.plugins}
+        for name in sorted({*self._plugins, *self.plugin_forms} - here):
+            _log.warning("The checkpoint has state of plugin %r, which this run does not use; it is not loaded.", name)
         state, newcomer = self._random
         # A lazy device executes the copies, so that the graph of the next step is like any other. Executing advances
         # its random number generator, which is therefore restored afterwards.
@@ -197,7 +196,7 @@ class Restored:
             reseed(newcomer, generator)
 
     def _plugin_state(self, name: str) -> dict[str, Any]:
-        """Returns a plugin's state in the form in which the plugin returned it."""
+        """Returns a plugin's state in the form in which the plugin returned it, empty if it is not saved."""
         state = dict(self._plugins.get(name, {}))
         for key, form in self.plugin_forms.get(name, {}).items():
             if form["model"] is not None:

@@ -120,8 +120,6 @@ class Session:
         except CheckpointError as error:  # this save may succeed
             level = logging.WARNING if self._is_main else logging.DEBUG
             _log.log(level, "The checkpoint before this one was not saved: %s", error)
-        for before_save in run.hooks["before_save"]:
-            before_save(run)
         contents = capture(training)
         if check_equal:
             check_equal_values(contents.items, run)
@@ -268,8 +266,6 @@ class Session:
         self.wait()
         counters, info = load(training, folder, verify=verify)
         self._saves = max(self._saves, saves_in(info))
-        for after_load in self._run.hooks["after_load"]:
-            after_load(self._run)
         if not counters:
             _log.warning(
                 "%s contains only weights: optimizers, schedulers and loaders start from the beginning.", folder

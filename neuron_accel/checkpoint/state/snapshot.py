@@ -279,7 +279,7 @@ def items_of_plugin(plugin: str, key: str, state: ShardedState, run: Run, *, per
         CheckpointError: if a tensor has another shape than this rank's shard of the parameter, or there is no such
             parameter.
     """
-    where = f"plugin {plugin!r}, checkpoint_state()[{key!r}]"
+    where = f"plugin {plugin!r}, save()[{key!r}]"
     if not 0 <= state.model < len(run.models):
         raise CheckpointError(
             f"There is no prepared model {state.model}.", where=where, fix="give a position in run.models"
@@ -410,7 +410,7 @@ def _refuse(other: int, rank: int, kind: str, collection: str, name: str) -> NoR
         why="the ranks took steps without reducing gradients: inside `no_sync`, or because the plugin that "
         "owns gradient_reduction does not reduce at every step; the values of different ranks would not "
         "belong together",
-        fix="make them equal before saving (a plugin: in `before_save`), let the plugin add an axis of "
+        fix="make them equal before saving (a plugin: in `save`), let the plugin add an axis of "
         "kind AxisKind.REPLICA, for which a checkpoint has a copy of each replica, or call "
         "`save_state(check_equal=False)` to save without this check",
     )

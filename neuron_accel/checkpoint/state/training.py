@@ -98,8 +98,10 @@ def capture(training: TrainingObjects) -> Contents:
         CheckpointError: on every rank, if the state of an object cannot be stored.
     """
     run = training.run
+    hooks: list[Any] = [*run.hooks["save"]]  # bound methods of plugins
+    states = agreed(run, lambda: {save.__self__.spec.name: save(run) or {} for save in hooks})
     run.backend.step_boundary()  # a lazy device computes the tensors that are saved
-    items, facts = agreed(run, lambda: _local(training))
+    items, facts = agreed(run, lambda: _local(training, states))
     facts["buffers"] = rank_buffers(training)
     everyone = run.backend.gather_object(facts, run.world)
     tensors: dict[str, torch.Tensor] = {}
@@ -142,14 +144,14 @@ def describe_model(model: PreparedModel) -> dict[str, Any]:
     return {"class": type(model.original).__name__, "trains": model.optimizable}
 
 
-def _local(training: TrainingObjects) -> tuple[list[Item], dict[str, Any]]:
+def _local(training: TrainingObjects, states: dict[str, dict[str, Any]]) -> tuple[list[Item], dict[str, Any]]:
     items = [item for index, model in training.numbered_models() for item in items_of_model(model, index)]
     values = []
     for index, optimizer in enumerate(training.optimizers):
         mine, rest = items_of_optimizer(optimizer, index, training.run)
         items += mine
         values.append(rest)
-    plugins = PluginStates(training.run)
+    plugins = PluginStates(states, training.run)
     items += plugins.items
     facts: dict[str, Any] = {
         "random": random_state(training.run.backend.generator),
@@ -272,14 +274,12 @@ class PluginStates:
             of.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, states: dict[str, dict[str, Any]], run: Run) -> None:
         self.items: list[Item] = []
         self.plain: dict[str, dict[str, Any]] = {}
         self.forms: dict[str, dict[str, dict[str, Any]]] = {}
-        hooks: list[Any] = [*run.hooks["checkpoint_state"]]  # bound methods of plugins
-        for state in hooks:
-            plugin = state.__self__.spec.name
-            for key, value in state(run).items():
+        for plugin, state in states.items():
+            for key, value in state.items():
                 self._add(plugin, key, value, run)
 
     def _add(self, plugin: str, key: str, value: Any, run: Run) -> None:

@@ -442,8 +442,8 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """A value in a plugin's ``checkpoint_state`` that is sharded like the parameters, such as an outer momentum or an
-    average of the weights. It can be loaded on any mesh: ``load_checkpoint_state`` receives an object of this class
+    """A value in a plugin's ``save`` that is sharded like the parameters, such as an outer momentum or an
+    average of the weights. It can be loaded on any mesh: ``load`` receives an object of this class
     with this rank's shards, on the CPU.
 
     Args:
@@ -460,8 +460,8 @@ class ShardedState:
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """A value in a plugin's ``checkpoint_state`` that differs between replicas, see ``AxisKind.REPLICA``, and is equal
-    on all ranks of a replica. ``load_checkpoint_state`` receives an object of this class with the value of its replica.
+    """A value in a plugin's ``save`` that differs between replicas, see ``AxisKind.REPLICA``, and is equal
+    on all ranks of a replica. ``load`` receives an object of this class with the value of its replica.
 
     Args:
         value: plain values and tensors, or a :class:`ShardedState`.

@@ -307,26 +307,19 @@ class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
 
     # ---- now and then ------------------------------------------------------------------------------------------------
     @hook("a checkpoint is saved")
-    def before_save(self, run: Run) -> None:
-        """Called before a checkpoint is saved, to complete pending work before any tensor is read. Collective."""
-
-    @hook("a checkpoint is saved")
-    def checkpoint_state(self, run: Run) -> dict[str, Any]:
-        """Returns this plugin's state for a checkpoint, other than parameters and optimizers: plain values and tensors,
-        unsharded and equal on every rank, so that any mesh can load them. A value may also be a
+    def save(self, run: Run) -> dict[str, Any] | None:
+        """Called before tensors are read, for a checkpoint or to write weights in full: completes pending work. Returns
+        this plugin's state for a checkpoint, other than parameters and optimizers: plain values and tensors, unsharded
+        and equal on every rank, so that any mesh can load them. A value may also be a
         :class:`~neuron_accel.contract.ShardedState`, for tensors that are sharded like the parameters, or a
         :class:`~neuron_accel.contract.ReplicaState`, for values that differ between replicas. Collective."""
-        return {}
+        return None
 
     @hook("a checkpoint is loaded")
-    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
-        """Restores the state that :meth:`checkpoint_state` returned, in the same form; tensors are on the CPU. Called
-        if a checkpoint has state for a plugin of this name, after everything else was loaded. Collective."""
-
-    @hook("a checkpoint was loaded")
-    def after_load(self, run: Run) -> None:
-        """Called after a checkpoint was loaded, also one without state of this plugin, or with weights only: what was
-        derived from earlier weights no longer fits. Collective."""
+    def load(self, state: dict[str, Any], run: Run) -> None:
+        """Called when everything else was loaded. Restores the state that :meth:`save` returned, in the same form;
+        tensors are on the CPU. It is empty if a checkpoint has none for a plugin of this name, or weights only: what
+        was derived from earlier weights no longer fits. Collective."""
 
     @hook("parameters get other shapes")
     def reshape(self, model: PreparedModel, run: Run) -> Iterator[None]:

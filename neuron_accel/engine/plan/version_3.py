@@ -27,6 +27,10 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "after_step": "step, after its yield",
         "after_clipping": "run.norm, which step reads",
         "after_boundary": "run.backend.after_step, which step calls",
+        "before_save": "save, which also returns the state",
+        "checkpoint_state": "save",
+        "load_checkpoint_state": "load, whose state is empty if the checkpoint has none",
+        "after_load": "load",
         "teardown": "run.undo, beside what is to be undone; the state of plugins is dropped for them",
         "sharded_over_replicas": "PluginSpec(shards=...)",
         "before_reshape": "reshape, before its yield",
@@ -64,6 +68,18 @@ class Hooks:
             pass
 
         def after_boundary(self, run: Any) -> None:
+            pass
+
+        def before_save(self, run: Any) -> None:
+            pass
+
+        def checkpoint_state(self, run: Any) -> dict[str, Any]:
+            return {}
+
+        def load_checkpoint_state(self, state: dict[str, Any], run: Any) -> None:
+            pass
+
+        def after_load(self, run: Any) -> None:
             pass
 
         def teardown(self, run: Any) -> None:
@@ -158,6 +174,8 @@ _SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "backward_pass": ("before_backward", "after_backward"),
         "step": ("should_step", "before_step", "after_step", "after_clipping", "after_boundary"),
+        "save": ("before_save", "checkpoint_state"),
+        "load": ("load_checkpoint_state", "after_load"),
         "reshape": ("before_reshape", "after_reshape"),
         "gradients": ("scale_gradients", "clip_grad_norm", "clip_grad_value", "full_gradient"),
     }
@@ -184,6 +202,15 @@ class _Adapter:
         yield None
         self._plugin.after_step(optimizer, run)
         run.backend.after_step(lambda: self._plugin.after_boundary(run), reads_graph=True)
+
+    def save(self, run: Any) -> dict[str, Any]:
+        self._plugin.before_save(run)
+        return self._plugin.checkpoint_state(run)
+
+    def load(self, state: dict[str, Any], run: Any) -> None:
+        if state:
+            self._plugin.load_checkpoint_state(state, run)
+        self._plugin.after_load(run)
 
     def reshape(self, model: Any, run: Any) -> Iterator[None]:
         self._plugin.before_reshape(model, run)

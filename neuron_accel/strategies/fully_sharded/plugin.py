@@ -193,10 +193,10 @@ class FullyShardedPlugin(Zero1Plugin):
             units.end_backward()
         super()._end_backward(run)
 
-    def before_save(self, run: Run) -> None:
+    def save(self, run: Run) -> None:
         """Takes weights that the loop has assigned."""
         self._weights(run).before_save()
-        super().before_save(run)
+        super().save(run)
 
     def explain_model(self, model: PreparedModel, run: Run, *, tokens: int | None = None) -> str:
         """How many parameters are gathered together."""

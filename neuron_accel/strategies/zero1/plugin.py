@@ -168,7 +168,7 @@ class Zero1Plugin(StrategyPlugin):
         for buffers in run.state(self).get("buffers", []):
             buffers.after_step()
 
-    def before_save(self, run: Run) -> None:
+    def save(self, run: Run) -> None:
         """Takes weights that the loop has written."""
         for optimizer in self._optimizers(run):
             optimizer.take_user_weights()

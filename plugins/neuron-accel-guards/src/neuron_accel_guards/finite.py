@@ -102,16 +102,17 @@ class FiniteGuard(StrategyPlugin):
                 yield False
         yield None
 
-    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+    def save(self, run: Run) -> dict[str, Any]:
         """Saves the numbers of steps taken and skipped."""
         watch = self._watch(run)
         return {"skipped": watch.skipped, "steps": list(watch.steps.values())}
 
-    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+    def load(self, state: dict[str, Any], run: Run) -> None:
         """Restores the numbers of steps taken and skipped."""
         watch = self._watch(run)
-        watch.skipped, watch.loaded = int(state["skipped"]), [int(count) for count in state["steps"]]
-        watch.steps.clear()
+        if state:
+            watch.skipped, watch.loaded = int(state["skipped"]), [int(count) for count in state["steps"]]
+            watch.steps.clear()
 
     def _watch(self, run: Run) -> GradientWatch:
         state = run.state(self)

@@ -91,11 +91,11 @@ class SumCheck(StrategyPlugin):
         checks.after_update(optimizer)
         run.backend.after_step(lambda: checks.judge(run), reads_graph=True)
 
-    def before_save(self, run: Run) -> None:
+    def save(self, run: Run) -> None:
         """Reads all checks, so that no corrupt state is saved."""
         self._checks(run).judge(run, now=True)
 
-    def after_load(self, run: Run) -> None:
+    def load(self, state: dict[str, Any], run: Run) -> None:
         """Forgets the checksums of earlier values."""
         self._checks(run).forget()
 

@@ -147,30 +147,24 @@ class LocalSGDPlugin(StrategyPlugin):
         return "\n".join([text, *(line for line in (loop.describe(at) for loop in self.loops(run)) if line)])
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
-    def before_save(self, run: Run) -> None:
+    def save(self, run: Run) -> dict[str, Any]:
         """Waits for what is under way; it is saved, and used when it is due."""
         for loop in self.loops(run):
             loop.wait()
-
-    def checkpoint_state(self, run: Run) -> dict[str, Any]:
         return {
             f"optimizer{at}.{key}": value
             for at, loop in enumerate(self.loops(run))
             for key, value in loop.state().items()
         }
 
-    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+    def load(self, state: dict[str, Any], run: Run) -> None:
+        """Starts anew from the loaded weights, if the checkpoint has no state of an outer loop."""
         for at, loop in enumerate(self.loops(run)):
             prefix = f"optimizer{at}."
             mine = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             if mine:
                 loop.load(mine)
-                run.state(self)["restored"] = True
-
-    def after_load(self, run: Run) -> None:
-        """Starts anew from the loaded weights, if the checkpoint has no state of outer loops."""
-        if not run.state(self).pop("restored", False):
-            for loop in self.loops(run):
+            else:
                 loop.restart()
 
     # ---- helpers -----------------------------------------------------------------------------------------------------

@@ -162,12 +162,12 @@ class RunReportPlugin(StrategyPlugin):
         if report is not None:
             report.stepped(optimizer, run)
 
-    def checkpoint_state(self, run: Run) -> dict[str, Any]:
+    def save(self, run: Run) -> dict[str, Any]:
         """Saves the number of steps."""
         report = self._report(run)
         return {} if report is None else {"steps": report.recorder.step}
 
-    def load_checkpoint_state(self, state: dict[str, Any], run: Run) -> None:
+    def load(self, state: dict[str, Any], run: Run) -> None:
         """Continues counting steps."""
         report = self._report(run)
         if report is not None and "steps" in state:
