@@ -371,7 +371,7 @@ def give_memory(origin: Origin, record: PreparedModel, run: Run, *, later: bool 
         UsageError: on every rank, for a tensor that was not recorded.
         CheckpointError: on every rank, if a file cannot be read, or has changed.
     """
-    loaded_next = len(run.models) == 1 and any(p.initial_weights() is not None for p in run.plan.plugins)
+    loaded_next = len(run.models) == 1 and bool(record.initial_weights)
     _share_states(origin, run)
     placeholder = partial(_placeholder, run=run) if later and not loaded_next else None
 

@@ -100,7 +100,7 @@ class Step:
                         why="it runs the backward pass before the loss reaches `backward`",
                     )
                 with run.driving_backward():
-                    owner.backward(loss / accumulation_steps, run, **options)
+                    owner.backward(loss / accumulation_steps, run, **options)  # type: ignore[attr-defined]  # version 3
 
     def _weighted(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, steps: int) -> torch.Tensor:
         """The loss weighted by its number of items, and by the share of the batch's rows that are not repeats."""

@@ -19,7 +19,7 @@ KINDS = {
 }
 
 WORK: dict[Claim, dict[str, Any]] = {
-    Claim.BACKWARD: {"backward": lambda self, loss, run, **kwargs: None},
+    Claim.BACKWARD: {"backward_pass": lambda self, loss, run: (yield)},
     Claim.GRADIENT_REDUCTION: {"backward_pass": lambda self, loss, run: (yield), "gradients": lambda self, run: None},
     Claim.OPTIMIZER_STATE: {"transform_optimizer": lambda self, optimizer, run: optimizer},
 }

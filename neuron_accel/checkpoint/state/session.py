@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -310,10 +311,16 @@ class Session:
             CheckpointError: if the weights do not fit the model.
         """
         run = self._run
-        named = (folder for plugin in run.plan.plugins if (folder := plugin.initial_weights()) is not None)
-        folder = next(named, None)  # the planner allows one at most
-        if folder is not None and len(run.models) == 1:
-            load_weights(record, agreed(run, lambda: checkpoint_folder(location(folder))), run)
+        named = record.initial_weights if len(run.models) == 1 else {}
+        if len(named) > 1:
+            raise UsageError(
+                f"Plugins {' and '.join(map(repr, named))} name initial weights.",
+                where="; ".join(f"{name}: {str(folder)!r}" for name, folder in named.items()),
+                why="a model loads its weights from one folder; those of one plugin would replace the other's",
+                fix="give a folder to one of them",
+            )
+        for folder in named.values():
+            load_weights(record, agreed(run, partial(checkpoint_folder, location(folder))), run)
         save_in_full(record, run)
 
     def training(self) -> TrainingObjects:

@@ -164,7 +164,6 @@ def make_plan(
         plugin.validate(
             PlanContext(mesh=mesh, plugins=by_name, capabilities=plan.capabilities, missing=backend_missing)
         )
-    _check_initial_weights(plan)
     return plan
 
 
@@ -270,19 +269,6 @@ def _check_responsibilities(
                     why="it refines what an owner does, and cannot do it alone",
                     fix=f"add a plugin that claims {claim.value}",
                 )
-
-
-def _check_initial_weights(plan: Plan) -> None:
-    named = {p.spec.name: folder for p in plan.plugins if (folder := p.initial_weights()) is not None}
-    if len(named) > 1:
-        raise PlanError(
-            f"Plugins {' and '.join(map(repr, sorted(named)))} both name initial weights."
-            if len(named) == 2
-            else f"Plugins {', '.join(map(repr, sorted(named)))} all name initial weights.",
-            where="; ".join(f"{name}: {str(named[name])!r}, {_who(name, plan.provenance)}" for name in sorted(named)),
-            why="a model loads its weights from one folder; those of one plugin would replace the other's",
-            fix=f"give a folder to one of {', '.join(sorted(named))}",
-        )
 
 
 def _check_gradients(mesh: Mesh, owners: Mapping[Claim, str]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -79,6 +78,7 @@ class Claim(str, Enum):
     """A responsibility that exactly one plugin owns in a run."""
 
     BACKWARD = "backward"
+    """Its owner computes gradients before the loss is returned."""
     GRADIENT_REDUCTION = "gradient_reduction"
     OPTIMIZER_STATE = "optimizer_state"
     GRADIENT_CLIPPING = GRADIENT_REDUCTION
@@ -254,13 +254,6 @@ class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
         """Called when groups exist, before any model is prepared."""
 
     @hook("models are prepared")
-    def initial_weights(self) -> str | os.PathLike[str] | None:
-        """Returns a checkpoint, or a folder of transformers, from which the first prepared model loads its weights
-        after it is sharded; None to keep the model's weights. Also called at planning: if several plugins of a run
-        return a folder, a :class:`~neuron_accel.errors.PlanError` is raised."""
-        return None
-
-    @hook("models are prepared")
     def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Rewrites ``model.module`` in place, or replaces it by another module. FQNs must be kept; for a parameter
         whose shape changes the plugin sets a :class:`~neuron_accel.contract.Layout` with
@@ -283,12 +276,6 @@ class StrategyPlugin(version_3.Hooks, _KnownOptionsOnly):
         nothing to leave it as it is. After ``yield``, and before ``accelerator.backward`` returns, the gradients of
         this micro-batch exist."""
         yield loss
-
-    @hook("backward", owner=Claim.BACKWARD)
-    def backward(self, loss: torch.Tensor, run: Run, **kwargs: Any) -> None:
-        """Owner of :attr:`Claim.BACKWARD`: computes the gradients of ``loss``; ``kwargs`` are those of
-        ``torch.Tensor.backward``."""
-        loss.backward(**kwargs)
 
     @hook("gradients are reduced", owner=Claim.GRADIENT_REDUCTION)
     def gradients(self, run: Run) -> Gradients:
@@ -350,7 +337,7 @@ _WITHDRAWN = {"transform_scheduler": 1, "config_dict": 1, "model_init": 2, "lazy
 """Methods of plugins that earlier versions had, and the last version that had them."""
 
 _ENTAILS: Mapping[Claim, tuple[frozenset[str], ...]] = {
-    Claim.BACKWARD: (frozenset({"backward"}),),
+    Claim.BACKWARD: (frozenset({"backward_pass"}),),
     Claim.GRADIENT_REDUCTION: (
         frozenset({"gradients"}),
         frozenset({"transform_model", "transform_optimizer", "backward_pass", "step"}),

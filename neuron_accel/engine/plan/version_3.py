@@ -33,6 +33,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "after_load": "load",
         "teardown": "run.undo, beside what is to be undone; the state of plugins is dropped for them",
         "sharded_over_replicas": "PluginSpec(shards=...)",
+        "backward": "backward_pass, of the owner as of others",
+        "initial_weights": "model.initial_weights, which transform_model sets",
         "before_reshape": "reshape, before its yield",
         "after_reshape": "reshape, after its yield",
         "scale_gradients": "gradients, whose parts the run scales",
@@ -81,6 +83,12 @@ class Hooks:
 
         def after_load(self, run: Any) -> None:
             pass
+
+        def initial_weights(self) -> Any:
+            return None
+
+        def backward(self, loss: torch.Tensor, run: Any, **kwargs: Any) -> None:
+            loss.backward(**kwargs)
 
         def teardown(self, run: Any) -> None:
             pass
@@ -134,7 +142,11 @@ def end(plugins: Iterable[Any], run: Any) -> None:
 def has_instead(cls: type[Any], hooks: Iterable[str]) -> bool:
     """Returns whether a plugin class is of version 3, and has no need for any of these hooks of version 4."""
     hooks = set(hooks)
-    return is_of(cls) and (hooks == {"gradients"} or any(has(cls, f) for name in hooks for f in _SOURCES.get(name, ())))
+    return is_of(cls) and (
+        hooks == {"gradients"}
+        or (hooks == {"backward_pass"} and has(cls, "backward"))
+        or any(has(cls, f) for name in hooks for f in _SOURCES.get(name, ()))
+    )
 
 
 def has(plugin: object, name: str) -> bool:
@@ -165,6 +177,8 @@ def adapted(plugin: Any, same: Mapping[str, Callable[..., Any]]) -> dict[str, Ca
     """Returns the hooks of version 4 of a plugin of version 3, by name; ``same`` are those that have not changed."""
     hooks = {name: hook for name, hook in same.items() if name not in _SOURCES}
     adapter = _Adapter(plugin)
+    if has(plugin, "initial_weights"):
+        hooks["transform_model"] = adapter.transform_model
     return hooks | {
         name: getattr(adapter, name) for name, former in _SOURCES.items() if any(has(plugin, hook) for hook in former)
     }
@@ -188,6 +202,11 @@ class _Adapter:
 
     def __init__(self, plugin: Any) -> None:
         self._plugin, self.spec = plugin, plugin.spec
+
+    def transform_model(self, model: Any, run: Any) -> None:
+        if (folder := self._plugin.initial_weights()) is not None:
+            model.initial_weights[self.spec.name] = folder
+        self._plugin.transform_model(model, run)
 
     def backward_pass(self, loss: torch.Tensor, run: Any) -> Iterator[torch.Tensor]:
         yield self._plugin.before_backward(loss, run)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -74,6 +75,9 @@ class PreparedModel:
     reader: Callable[[Mapping[str, tuple[int, torch.Tensor]]], None] | None = None
     """Reads weights for :meth:`read_weights`, while some of them are unread."""
 
+    initial_weights: dict[str, str | os.PathLike[str]] = field(default_factory=dict)
+    """A checkpoint, or a folder of transformers, from which the first prepared model of a run loads its weights after
+    it is sharded, by the plugin that names it in ``transform_model``. One may."""
     handles: list[Any] = field(default_factory=list)
     """Handles whose ``remove()`` is called when the run releases the model."""
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from neuron_accel.contract import Phase, PlanContext, PlanError, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Phase, PlanContext, PlanError, PluginSpec, PreparedModel, Run, StrategyPlugin
 from neuron_accel.strategies.pipeline.options import PipelineOptions
 from neuron_accel.strategies.pipeline.plugin import PipelineParallelPlugin
 from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin
@@ -60,6 +60,7 @@ class ModelParallelismPlugin(PipelineOptions, TensorParallelOptions):
                     "gradient_accumulation_steps",
                 )
 
-    def initial_weights(self) -> str | os.PathLike[str] | None:
+    def transform_model(self, model: PreparedModel, run: Run) -> None:
         """Loads the weights in ``checkpoint_dir``, if given."""
-        return self.checkpoint_dir
+        if self.checkpoint_dir is not None:
+            model.initial_weights[self.spec.name] = self.checkpoint_dir

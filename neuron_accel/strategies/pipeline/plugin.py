@@ -159,7 +159,7 @@ class PipelineParallelPlugin(PipelineOptions):
         """Returns the pipelines of a run, one for each prepared model."""
         return run.state(self).setdefault("pipelines", [])
 
-    def backward(self, loss: torch.Tensor, run: Run, **kwargs: Any) -> None:
+    def backward_pass(self, loss: torch.Tensor, run: Run) -> Iterator[None]:
         """Checks the loss, whose gradients were already computed.
 
         Raises:
@@ -168,7 +168,7 @@ class PipelineParallelPlugin(PipelineOptions):
         from neuron_accel.strategies.pipeline.pipeline import check_loss
 
         check_loss(loss, {p for record in run.models for p in record.module.parameters()})
-        loss.backward(**kwargs)
+        yield
 
     def step(self, optimizer: torch.optim.Optimizer, run: Run) -> Iterator[None]:
         """Makes tied weights equal on their stages."""

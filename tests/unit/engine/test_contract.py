@@ -46,7 +46,7 @@ def run_of(*plugins: StrategyPlugin) -> Run:
         (lambda: with_methods("a", transform_model=lambda self, model, run, parameters: model), "transform_model does"),
         (lambda: with_methods("a", claims=(Claim.GRADIENT_REDUCTION,)), "claims gradient_reduction and has no"),
         (lambda: with_methods("a", claims=(Claim.OPTIMIZER_STATE,)), "has no transform_optimizer"),
-        (lambda: with_methods("a", claims=(Claim.BACKWARD,)), "has no backward"),
+        (lambda: with_methods("a", claims=(Claim.BACKWARD,)), "has no backward_pass"),
         (lambda: with_methods("a", step=3), "step is the name of a hook"),
         (lambda: with_methods("a", after_step=lambda self, optimizer, run: None), "not a hook any more: step, after"),
         (lambda: with_methods("a", gradients=lambda self, run: None), "only called on the owner"),

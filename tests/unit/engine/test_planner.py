@@ -175,23 +175,6 @@ def test_two_owners_of_one_responsibility():
     assert "leave out all but one" in error.fix
 
 
-def beginning(name: str, folder: str | None) -> StrategyPlugin:
-    """Returns a plugin that provides initial weights."""
-    cls = type(fake(name))
-    cls.initial_weights = lambda self: folder
-    return cls()
-
-
-def test_weights_to_begin_with_have_one_owner():
-    error = refusal(beginning("one", "first"), beginning("two", "second"), beginning("three", None))
-    assert error.what == "Plugins 'one' and 'two' both name initial weights."
-    assert "one: 'first', plugin 'one' of" in error.where
-    assert "two: 'second', plugin 'two' of" in error.where
-    error = refusal(*(beginning(name, "same") for name in ("one", "two", "three")))
-    assert error.what == "Plugins 'one', 'three', 'two' all name initial weights."
-    assert set(names(plan_of(beginning("one", "first"), beginning("two", None)))) == {"one", "two", "reducer"}
-
-
 def test_refining_needs_an_owner():
     error = refusal(fake("refiner", refines={Claim.OPTIMIZER_STATE}))
     assert "'refiner' takes part in optimizer_state, which no plugin owns" in error.what

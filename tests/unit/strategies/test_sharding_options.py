@@ -1,13 +1,16 @@
-"""Options of ZeRO-1 and of fully sharded parameters that are not possible, and those that reach the optimizer."""
+"""Options of strategies that shard that are not possible, and those that reach the optimizer."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 
-from neuron_accel import FullyShardedPlugin, NeuronAccelerator, Zero1Plugin
+from neuron_accel import FullyShardedPlugin, ModelParallelismPlugin, NeuronAccelerator, Zero1Plugin
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
 from neuron_accel.engine.shards.optimizer import ShardedOptimizer
 from neuron_accel.errors import ConfigurationError, PlanError, UsageError
 
@@ -143,3 +146,17 @@ def test_an_option_that_is_gone_names_the_way_round():
     ):
         with pytest.raises(ConfigurationError, match=r"FullyShardedPlugin\(reshard_after_forward=False\)"):
             make()
+
+
+def test_weights_to_begin_with_are_named_by_one_plugin(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Begins(StrategyPlugin):
+        spec: ClassVar[PluginSpec] = PluginSpec(name="begins", api_version=4, phase=Phase.LAYOUT)
+
+        def transform_model(self, model, run):
+            model.initial_weights["begins"] = tmp_path
+
+    accelerator = NeuronAccelerator(plugins=[Begins(), ModelParallelismPlugin(checkpoint_dir=tmp_path)])
+    with pytest.raises(UsageError, match="'begins' and 'model_parallelism' name initial weights"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.end_training()
