@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Measurement, in_table, note, parser, table
-from neuron_accel.contract import Event, Observer
+from neuron_accel.contract.events import Event, Observer
 from neuron_accel.testing import run_ranks
 from neuron_accel.testing.xla_ranks import one_at_a_time
 from tests.xla.hlo import collectives, instructions

@@ -48,7 +48,6 @@ CONTRACT = {
     "Optimizer state and weights that are sharded": ("engine.shards",),
     "Families of models": ("models", "lazy"),
     "Backends and collectives": ("backends",),
-    "Errors": ("errors",),
 }
 """Sections of the page about the contract, by the modules that their names come from."""
 
@@ -61,15 +60,16 @@ def setup(app):
 
 
 def write_contract(app, docname, source):
-    """Appends every name of ``neuron_accel.contract`` to its page, in sections."""
+    """Appends every name of ``neuron_accel.contract`` and its modules to its page, in sections."""
     if docname != "contract":
         return
     sections = {title: [] for title in CONTRACT}
-    origins = imported_from(contract)
-    for name in contract.__all__:
-        sections[section_of(name, origins[name])].append(name)
-    for title, names in sections.items():
-        entries = "\n".join(directive(name) for name in names)
+    for module in (contract, contract.events, contract.families, contract.sharded):
+        origins = imported_from(module)
+        for name in module.__all__:
+            sections[section_of(name, origins[name])].append(directive(module, name))
+    for title, directives in sections.items():
+        entries = "\n".join(directives)
         source[0] += f"\n## {title}\n\n```{{eval-rst}}\n{entries}\n```\n"
 
 
@@ -123,12 +123,10 @@ def section_of(name, module):
     raise ExtensionError(f"neuron_accel.contract.{name} of {module} has no section: see CONTRACT in conf.py")
 
 
-def directive(name):
-    value = getattr(contract, name)
-    path = f"neuron_accel.contract.{name}"
+def directive(module, name):
+    value = getattr(module, name)
+    path = f"{module.__name__}.{name}"
     if not inspect.isclass(value):
         return f".. {'autofunction' if inspect.isfunction(value) else 'autodata'}:: {path}"
-    if issubclass(value, BaseException):
-        return f".. autoexception:: {path}\n   :no-index:"  # references lead to the page of errors
     undocumented = "\n   :undoc-members:" if issubclass(value, enum.Enum) else ""
     return f".. autoclass:: {path}\n   :members:{undocumented}"

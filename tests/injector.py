@@ -270,7 +270,7 @@ class NoFaults(FaultInjector):
 
 def _observer(injector: FaultInjector) -> Any:
     """Returns the observer of a run's events; :mod:`neuron_accel` must not be imported before the script does."""
-    from neuron_accel.contract import Observer
+    from neuron_accel.contract.events import Observer
 
     class Points(Observer):
         categories = frozenset({"collective", "deferred", "step", "part", "call"})

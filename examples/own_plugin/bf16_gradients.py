@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from neuron_accel.contract import Claim, ConfigurationError, Phase, PluginSpec, PreparedModel, Run, StrategyPlugin
+from neuron_accel.contract import Claim, Phase, PluginSpec, PreparedModel, Run, StrategyPlugin
+from neuron_accel.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)

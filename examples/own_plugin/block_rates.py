@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from neuron_accel.contract import ConfigurationError, ParameterMap, Phase, PluginSpec, Run, StrategyPlugin, twin
+from neuron_accel.contract import ParameterMap, Phase, PluginSpec, Run, StrategyPlugin, twin
+from neuron_accel.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)

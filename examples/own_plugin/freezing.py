@@ -9,15 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from neuron_accel.contract import (
-    ConfigurationError,
-    ParameterRecord,
-    Phase,
-    PluginSpec,
-    PreparedModel,
-    Run,
-    StrategyPlugin,
-)
+from neuron_accel.contract import ParameterRecord, Phase, PluginSpec, PreparedModel, Run, StrategyPlugin
+from neuron_accel.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)

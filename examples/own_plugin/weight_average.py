@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from neuron_accel.contract import ConfigurationError, Phase, PluginSpec, Run, ShardedState, StrategyPlugin
+from neuron_accel.contract import Phase, PluginSpec, Run, ShardedState, StrategyPlugin
+from neuron_accel.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)

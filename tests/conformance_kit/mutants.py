@@ -21,10 +21,10 @@ from neuron_accel.contract import (
     GradientReducer,
     Gradients,
     Phase,
-    PlanError,
     PluginSpec,
     StrategyPlugin,
 )
+from neuron_accel.errors import PlanError
 from neuron_accel.testing import Trace
 
 

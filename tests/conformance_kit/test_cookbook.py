@@ -15,7 +15,7 @@ from weight_average import WeightAverage
 
 from neuron_accel import NeuronAccelerator
 from neuron_accel.backends.select import Machine
-from neuron_accel.contract import Observer
+from neuron_accel.contract.events import Observer
 from neuron_accel.testing import PluginConformance, RanksError, Tolerance, Training, run_ranks
 from neuron_accel.testing._cases import tiny_llama, token_batches
 from neuron_accel.testing.parity import loader_of

@@ -12,7 +12,7 @@ from torch import nn
 
 from neuron_accel import ModelParallelismPlugin, Zero1Plugin
 from neuron_accel.backends.select import Machine
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel.testing import Training, assert_parallel_equivalence, run_ranks
 from neuron_accel.testing._compositions import COMPOSITIONS
 from neuron_accel.testing.conformance import _orders

@@ -8,17 +8,9 @@ from typing import ClassVar
 
 import pytest
 
-from neuron_accel.contract import (
-    BufferBroadcast,
-    Claim,
-    GradientReducer,
-    Phase,
-    PluginSpec,
-    ShardedGradients,
-    ShardedOptimizer,
-    StrategyPlugin,
-    UsageError,
-)
+from neuron_accel.contract import BufferBroadcast, Claim, GradientReducer, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract.sharded import ShardedGradients, ShardedOptimizer
+from neuron_accel.errors import UsageError
 from neuron_accel.testing import PluginConformance
 
 

@@ -202,11 +202,11 @@ def test_doubled_parameters_are_found():
 def test_texts_of_other_libraries_are_found(monkeypatch):
     import torch
 
-    from neuron_accel.contract import ShardedOptimizer
+    from neuron_accel.contract.sharded import ShardedOptimizer
 
-    assert text_of_others("neuron_accel.contract:ShardedOptimizer.step") is None
+    assert text_of_others("neuron_accel.contract.sharded:ShardedOptimizer.step") is None
     monkeypatch.setattr(ShardedOptimizer.step, "__doc__", torch.optim.Optimizer.step.__doc__)
-    assert text_of_others("neuron_accel.contract:ShardedOptimizer.step") == "Optimizer"
+    assert text_of_others("neuron_accel.contract.sharded:ShardedOptimizer.step") == "Optimizer"
 
 
 def test_dead_links_are_found(tmp_path):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_accel.contract import Phase, PlanError, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ from neuron_accel import (
 )
 from neuron_accel.backends.board import LocalBoard
 from neuron_accel.backends.group import Done
+from neuron_accel.contract import events, families
+from neuron_accel.contract import sharded as shards
 from neuron_accel.engine.runtime.replica_groups import PartitionLimit
 from neuron_accel.engine.shards.eager_gathered_shard import EagerGatheredShard
 from neuron_accel.loop.profiling import ProfiledEvents
@@ -52,7 +54,7 @@ SHOWN_BY_OTHERS = (nn.Module, torch.optim.Optimizer, NeuronTrainingArguments)
 
 
 def public_classes() -> list[type]:
-    modules = (neuron_accel, contract, testing)
+    modules = (neuron_accel, contract, events, families, shards, testing)
     found = {getattr(module, name) for module in modules for name in module.__all__ if name not in EXEMPT}
     return sorted(
         (value for value in found if inspect.isclass(value) and typing.get_origin(value) is None),
@@ -86,9 +88,9 @@ def objects(tmp_path_factory) -> list[object]:
     records, parameter = list(prepared.parameters), next(model.parameters())
     with run.backend.record() as traffic:
         pass
-    traffic.transfers.append(transfer := contract.Transfer(op="all_reduce", group="dp", size=2, sent=64))
+    traffic.transfers.append(transfer := events.Transfer(op="all_reduce", group="dp", size=2, sent=64))
     reducer = contract.GradientReducer(prepared, run)
-    weights = contract.WeightShard(read=torch.Tensor, start=0, stop=8, axes=("dp",), gather=torch.Tensor, changed=int)
+    weights = shards.WeightShard(read=torch.Tensor, start=0, stop=8, axes=("dp",), gather=torch.Tensor, changed=int)
     other = nn.Linear(4, 4)
     arguments = NeuronTrainingArguments(str(tmp_path_factory.mktemp("trainer")), use_cpu=True, report_to=[])
     sharded = contract.ShardedState({"weight": parameter.detach()})
@@ -108,12 +110,14 @@ def objects(tmp_path_factory) -> list[object]:
         run.mesh.axes[0],
         run.backend,
         run.backend.generator,
+        run.gradients,
+        shards.ShardedGradients(run, [], []),
         run.join,
         run.world,
         run.events,
-        contract.Event(run.events, "forward", "part", "forward", {}),
-        contract.Collective(run.events, "all_reduce", "collective", run.world, 8, torch.float32, (), False),
-        contract.Observer(),
+        events.Event(run.events, "forward", "part", "forward", {}),
+        events.Collective(run.events, "all_reduce", "collective", run.world, 8, torch.float32, (), False),
+        events.Observer(),
         ProfiledEvents(),
         prepared,
         prepared.parameters,
@@ -137,12 +141,12 @@ def objects(tmp_path_factory) -> list[object]:
         contract.ReplicaState({"momentum": parameter}),
         PipelineParallelPlugin(pipeline_parallel_size=2, num_microbatches=4),
         *sharded_state(optimizer),
-        contract.ShardedWeights(run, "fully_sharded"),
-        contract.Unit("blocks.0", nn.Linear(4, 4), 1),
-        contract.Architecture.of(decoder()),
-        contract.Style(kind="rowwise"),
-        contract.Stack.of(decoder()),
-        contract.BlockwiseAttention(None),
+        shards.ShardedWeights(run, "fully_sharded"),
+        shards.Unit("blocks.0", nn.Linear(4, 4), 1),
+        families.Architecture.of(decoder()),
+        families.Style(kind="rowwise"),
+        families.Stack.of(decoder()),
+        families.BlockwiseAttention(None),
         contract.WithProductHooks(),
         testing.PeakMemory(),
         testing.RankExit(1),

@@ -138,6 +138,9 @@ class Gradients:
     ) -> None:
         self._run, self._complete, self._flush = run, complete, flush or complete
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
     def parts(self, parameters: Iterable[torch.nn.Parameter]) -> list[GradientPart]:
         """Returns what this rank has of the reduced gradients of local parameters, to be changed in place.
         Collective."""

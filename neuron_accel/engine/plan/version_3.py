@@ -117,8 +117,20 @@ class Hooks:
             return _gradients(self, run).full(parameter)
 
 
-NAMES = frozenset({"clip_by_norm", "clip_by_value"})
-"""Names of :mod:`neuron_accel.engine.optim.norms` that the contract had in version 3."""
+_ELSEWHERE = {
+    "neuron_accel.engine.optim.norms": "clip_by_norm clip_by_value",
+    "neuron_accel.errors": "ConfigurationError DesyncError LayoutError NeuronAccelError PlanError "
+    "UnsupportedModelError UsageError did_you_mean",
+    "neuron_accel.contract.families": "Architecture BlockwiseAttention Stack Style install_resize join_fqn "
+    "matches_fqn model_without_weights",
+    "neuron_accel.contract.events": "Collective Event Events Observer Traffic Transfer",
+    "neuron_accel.contract.sharded": "GatheredShard ShardedGradients ShardedOptimizer ShardedWeights Unit "
+    "UnitsOfModel WeightShard needs_closure why_not_elementwise",
+}
+NAMES: Mapping[str, str] = MappingProxyType(
+    {name: module for module, names in _ELSEWHERE.items() for name in names.split()}
+)
+"""The names of version 3 that the first page of the contract no longer has, and where they are."""
 
 
 def is_of(cls: type[Any]) -> bool:

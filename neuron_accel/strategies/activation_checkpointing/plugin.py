@@ -12,19 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from neuron_accel.contract import (
-    Architecture,
-    BlockwiseAttention,
-    ConfigurationError,
-    Phase,
-    PluginSpec,
-    StrategyPlugin,
-    UnsupportedModelError,
-    UsageError,
-    did_you_mean,
-    matches_fqn,
-    wrap_forward,
-)
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin, wrap_forward
+from neuron_accel.contract.families import Architecture, BlockwiseAttention, matches_fqn
+from neuron_accel.errors import ConfigurationError, UnsupportedModelError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, PreparedModel, Run

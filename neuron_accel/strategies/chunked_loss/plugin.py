@@ -12,17 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.contract import (
-    ConfigurationError,
-    LogitsTensor,
-    Phase,
-    PluginSpec,
-    StrategyPlugin,
-    UnsupportedModelError,
-    UsageError,
-    did_you_mean,
-    wrap_forward,
-)
+from neuron_accel.contract import LogitsTensor, Phase, PluginSpec, StrategyPlugin, wrap_forward
+from neuron_accel.errors import ConfigurationError, UnsupportedModelError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, PreparedModel, Run

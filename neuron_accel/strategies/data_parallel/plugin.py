@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from neuron_accel.contract import (
-    BufferBroadcast,
-    Claim,
-    ConfigurationError,
-    GradientReducer,
-    Gradients,
-    Phase,
-    PluginSpec,
-    StrategyPlugin,
-)
+from neuron_accel.contract import BufferBroadcast, Claim, GradientReducer, Gradients, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run

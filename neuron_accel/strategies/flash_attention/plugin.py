@@ -6,13 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from neuron_accel.contract import (
-    BlockwiseAttention,
-    ConfigurationError,
-    Phase,
-    PluginSpec,
-    StrategyPlugin,
-)
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract.families import BlockwiseAttention
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.strategies.flash_attention.nki import nki_attention, why_not_nki, why_not_nki_here
 
 if TYPE_CHECKING:

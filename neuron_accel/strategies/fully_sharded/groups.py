@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_accel.contract import AxisKind, AxisSpec, ConfigurationError
+from neuron_accel.contract import AxisKind, AxisSpec
+from neuron_accel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, Run

@@ -26,7 +26,7 @@ from neuron_accel.strategies.fully_sharded.units import Hook, Units, in_backward
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.contract import GatheredShard, Unit
+    from neuron_accel.contract.sharded import GatheredShard, Unit
 
 
 @dataclass(frozen=True)

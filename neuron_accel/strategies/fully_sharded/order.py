@@ -20,12 +20,14 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from neuron_accel.contract import DesyncError, Observer
+from neuron_accel.contract.events import Observer
+from neuron_accel.errors import DesyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from neuron_accel.contract import Board, Event, Run
+    from neuron_accel.contract import Board, Run
+    from neuron_accel.contract.events import Event
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.0001, 0.01, 1.0
 

@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from neuron_accel.contract import (
-    Claim,
-    ConfigurationError,
-    Phase,
-    PlanError,
-    PluginSpec,
-    ShardedWeights,
-    UnsupportedModelError,
-)
+from neuron_accel.contract import Claim, Phase, PluginSpec
+from neuron_accel.contract.sharded import ShardedWeights
+from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError
 from neuron_accel.strategies.fully_sharded.groups import added_axes, check, near_group, replica_axes
 from neuron_accel.strategies.fully_sharded.lazy_units import LazyUnits
 from neuron_accel.strategies.fully_sharded.order import UnitOrder
@@ -27,7 +21,8 @@ from neuron_accel.strategies.fully_sharded.units import BLOCKS, Units
 from neuron_accel.strategies.zero1.plugin import Zero1Plugin
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import AxisSpec, PlanContext, PreparedModel, Run, ShardedOptimizer
+    from neuron_accel.contract import AxisSpec, PlanContext, PreparedModel, Run
+    from neuron_accel.contract.sharded import ShardedOptimizer
 
 CAPABILITY = "gathered-weights"
 """The capability of plugins that neither read nor write values of parameters outside of forward and backward passes, or

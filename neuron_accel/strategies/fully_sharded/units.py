@@ -22,16 +22,9 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.contract import (
-    Architecture,
-    ConfigurationError,
-    Unit,
-    UnitsOfModel,
-    UnsupportedModelError,
-    UsageError,
-    did_you_mean,
-    matches_fqn,
-)
+from neuron_accel.contract.families import Architecture, matches_fqn
+from neuron_accel.contract.sharded import Unit, UnitsOfModel
+from neuron_accel.errors import ConfigurationError, UnsupportedModelError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from neuron_accel.contract import ParameterRecord, PreparedModel, Run

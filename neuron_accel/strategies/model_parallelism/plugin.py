@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from neuron_accel.contract import Phase, PlanContext, PlanError, PluginSpec, PreparedModel, Run, StrategyPlugin
+from neuron_accel.contract import Phase, PlanContext, PluginSpec, PreparedModel, Run, StrategyPlugin
+from neuron_accel.errors import PlanError
 from neuron_accel.strategies.pipeline.options import PipelineOptions
 from neuron_accel.strategies.pipeline.plugin import PipelineParallelPlugin
 from neuron_accel.strategies.sequence_parallel.plugin import SequenceParallelPlugin

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from neuron_accel.contract import ParameterMap, Stack, UnsupportedModelError
+from neuron_accel.contract import ParameterMap
+from neuron_accel.contract.families import Stack
+from neuron_accel.errors import UnsupportedModelError
 
 
 def cut(

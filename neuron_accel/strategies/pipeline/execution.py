@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from neuron_accel.contract import UnsupportedModelError, UsageError
+from neuron_accel.errors import UnsupportedModelError, UsageError
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad, Later
 from neuron_accel.strategies.pipeline.outputs import loss_of
 from neuron_accel.strategies.pipeline.p2p import P2P, Form, Part, Values
 from neuron_accel.strategies.pipeline.schedules import Action, Kind, Schedule, in_rounds, transfers_after
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Backend, Events, Pending
+    from neuron_accel.contract import Backend, Pending
+    from neuron_accel.contract.events import Events
     from neuron_accel.strategies.pipeline.p2p import RingShift
     from neuron_accel.strategies.pipeline.stage import Stage
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 
 IGNORED = -100
 """The label that is ignored in the loss, the default of transformers and torch."""

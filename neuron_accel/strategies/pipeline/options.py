@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from neuron_accel.contract import ConfigurationError, StrategyPlugin
+from neuron_accel.contract import StrategyPlugin
+from neuron_accel.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)

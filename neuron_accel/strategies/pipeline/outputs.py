@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, Run

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from neuron_accel.contract import UsageError
+from neuron_accel.errors import UsageError
 from neuron_accel.strategies.pipeline.deferred_wgrad import DeferredWgrad
 from neuron_accel.strategies.pipeline.execution import (
     Call,

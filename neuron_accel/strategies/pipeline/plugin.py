@@ -6,18 +6,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from neuron_accel.contract import (
-    AxisKind,
-    AxisSpec,
-    Claim,
-    ConfigurationError,
-    Phase,
-    PlanContext,
-    PlanError,
-    PluginSpec,
-)
+from neuron_accel.contract import AxisKind, AxisSpec, Claim, Phase, PlanContext, PluginSpec
+from neuron_accel.errors import ConfigurationError, PlanError
 from neuron_accel.strategies.pipeline.options import PipelineOptions
 from neuron_accel.strategies.pipeline.schedules import make_schedule
 
@@ -118,7 +110,8 @@ class PipelineParallelPlugin(PipelineOptions):
             UnsupportedModelError: if the model cannot be split, or not into this number of stages or at these blocks.
                 It is not changed then.
         """
-        from neuron_accel.contract import install_resize, wrap_forward
+        from neuron_accel.contract import wrap_forward
+        from neuron_accel.contract.families import install_resize
         from neuron_accel.strategies.pipeline.cuts import cut
         from neuron_accel.strategies.pipeline.pipeline import Pipeline
         from neuron_accel.strategies.pipeline.stage import make_stages

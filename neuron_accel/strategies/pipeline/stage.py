@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_accel.contract import Stack, UnsupportedModelError
+from neuron_accel.contract.families import Stack
+from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.strategies.pipeline.p2p import Form, Values
 from neuron_accel.strategies.pipeline.stubs import (
     BlockReturned,

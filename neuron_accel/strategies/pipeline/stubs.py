@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from neuron_accel.contract import UnsupportedModelError, UsageError
+from neuron_accel.errors import UnsupportedModelError, UsageError
 from neuron_accel.strategies.pipeline.microbatches import tensors
 from neuron_accel.strategies.pipeline.p2p import Values
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from neuron_accel.contract import UnsupportedModelError, UsageError
+from neuron_accel.errors import UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Group, ParameterMap, ParameterRecord, Run

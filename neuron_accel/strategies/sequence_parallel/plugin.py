@@ -14,18 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from neuron_accel.contract import (
-    Architecture,
-    ParameterMap,
-    Phase,
-    PlanError,
-    PluginSpec,
-    StrategyPlugin,
-    UnsupportedModelError,
-    UsageError,
-    join_fqn,
-    wrap_forward,
-)
+from neuron_accel.contract import ParameterMap, Phase, PluginSpec, StrategyPlugin, wrap_forward
+from neuron_accel.contract.families import Architecture, join_fqn
+from neuron_accel.errors import PlanError, UnsupportedModelError, UsageError
 from neuron_accel.strategies.tensor_parallel.cuts import AXIS
 from neuron_accel.strategies.tensor_parallel.linear import is_row_parallel
 from neuron_accel.strategies.tensor_parallel.overlap import GatherLate, replace_hidden

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from neuron_accel.contract import Architecture, Cut, Layout, LayoutError, Style, UnsupportedModelError
+from neuron_accel.contract import Cut, Layout
+from neuron_accel.contract.families import Architecture, Style
+from neuron_accel.errors import LayoutError, UnsupportedModelError
 from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit, head_splits
 from neuron_accel.strategies.tensor_parallel.linear import RowBlock
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.contract import UnsupportedModelError, WithProductHooks, copy_to_group, reduce_from_group
+from neuron_accel.contract import WithProductHooks, copy_to_group, reduce_from_group
+from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.strategies.tensor_parallel.linear import take_over
 from neuron_accel.strategies.tensor_parallel.vocabulary import Vocabulary, VocabularyShard
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from neuron_accel.contract import Architecture, LayoutError
+from neuron_accel.contract.families import Architecture
+from neuron_accel.errors import LayoutError
 
 
 @dataclass(frozen=True, kw_only=True)

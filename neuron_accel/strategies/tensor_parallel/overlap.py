@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
-from neuron_accel.contract import UsageError, gather_from_group, reduce_scatter_to_group
+from neuron_accel.contract import gather_from_group, reduce_scatter_to_group
+from neuron_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import Backend, Group

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from neuron_accel.contract import (
     AxisKind,
     AxisSpec,
-    ConfigurationError,
     GradientPart,
-    NeuronAccelError,
     Phase,
     PluginSpec,
     StrategyPlugin,
     global_norm,
     gradient_parts,
 )
+from neuron_accel.errors import ConfigurationError, NeuronAccelError
 from neuron_accel.strategies.tensor_parallel.cuts import AXIS
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class TensorParallelPlugin(TensorParallelOptions):
         degree = run.mesh.degree(AXIS)
         if degree == 1:
             return
-        from neuron_accel.contract import Architecture
+        from neuron_accel.contract.families import Architecture
         from neuron_accel.strategies.tensor_parallel.rewrite import rewrite
         from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards
 
@@ -132,7 +131,7 @@ class TensorParallelPlugin(TensorParallelOptions):
             tensor_parallel_size: the degree to check.
             parallelize_embeddings: as in the plugin.
         """
-        from neuron_accel.contract import Architecture, model_without_weights
+        from neuron_accel.contract.families import Architecture, model_without_weights
         from neuron_accel.strategies.tensor_parallel.shard_plan import plan_shards, sizes_of
         from neuron_accel.strategies.tensor_parallel.support import SupportReport
 

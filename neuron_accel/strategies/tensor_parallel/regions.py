@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuron_accel.contract import Architecture, LayoutError, UsageError, chunk_to_group, gather_from_group
+from neuron_accel.contract import chunk_to_group, gather_from_group
+from neuron_accel.contract.families import Architecture
+from neuron_accel.errors import LayoutError, UsageError
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelHead
 from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit
 from neuron_accel.strategies.tensor_parallel.overlap import replace_hidden

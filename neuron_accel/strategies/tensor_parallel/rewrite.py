@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from neuron_accel.contract import Architecture, PreparedModel, Run, install_resize, join_fqn
+from neuron_accel.contract import PreparedModel, Run
+from neuron_accel.contract.families import Architecture, install_resize, join_fqn
 from neuron_accel.strategies.tensor_parallel.cuts import AXIS
 from neuron_accel.strategies.tensor_parallel.embedding import VocabularyParallelHead
 from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit, head_splits

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from neuron_accel.contract import Architecture, Layout, LayoutError, Style, UnsupportedModelError, join_fqn
+from neuron_accel.contract import Layout
+from neuron_accel.contract.families import Architecture, Style, join_fqn
+from neuron_accel.errors import LayoutError, UnsupportedModelError
 from neuron_accel.strategies.tensor_parallel.cuts import Cuts
 from neuron_accel.strategies.tensor_parallel.embedding import is_plain, is_scaled_embedding
 from neuron_accel.strategies.tensor_parallel.linear import feature_dims

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import nn
 
-from neuron_accel.contract import Architecture, Cut, Layout, ParameterMap, Style, UnsupportedModelError, join_fqn
+from neuron_accel.contract import Cut, Layout, ParameterMap
+from neuron_accel.contract.families import Architecture, Style, join_fqn
+from neuron_accel.errors import UnsupportedModelError
 from neuron_accel.strategies.tensor_parallel.cuts import AXIS, Cuts, cut_layout
 from neuron_accel.strategies.tensor_parallel.embedding import parallel_embedding, parallel_head
 from neuron_accel.strategies.tensor_parallel.head_split import HeadSplit

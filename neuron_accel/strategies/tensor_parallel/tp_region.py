@@ -34,7 +34,8 @@ from neuron_accel.strategies.tensor_parallel.overlap import (
 )
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Architecture, Backend, Group
+    from neuron_accel.contract import Backend, Group
+    from neuron_accel.contract.families import Architecture
 
 
 class Flow(ABC):

@@ -15,7 +15,7 @@ from neuron_accel.strategies.tensor_parallel.overlap import gathers_late, overla
 from neuron_accel.strategies.tensor_parallel.tp_region import SequenceFlow, TpRegion, tp_region_of
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Architecture
+    from neuron_accel.contract.families import Architecture
 
 
 def explain_traffic(model: nn.Module, tokens: int | None = None) -> str:

@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from neuron_accel.contract import (
-    BufferBroadcast,
-    Claim,
-    ConfigurationError,
-    GradientReducer,
-    Phase,
-    PluginSpec,
-    ShardedGradients,
-    ShardedOptimizer,
-    StrategyPlugin,
-    UsageError,
-)
+from neuron_accel.contract import BufferBroadcast, Claim, GradientReducer, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract.sharded import ShardedGradients, ShardedOptimizer
+from neuron_accel.errors import ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     from neuron_accel.contract import PreparedModel, Run

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 from guards_support import Bigrams, token_batches
 
-from neuron_accel.contract import Collective, Observer, Phase, PluginSpec, ShardedOptimizer, StrategyPlugin
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract.events import Collective, Observer
+from neuron_accel.contract.sharded import ShardedOptimizer
 
 
 def updated_state(optimizer):

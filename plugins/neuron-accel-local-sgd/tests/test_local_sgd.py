@@ -12,7 +12,8 @@ from neuron_accel_local_sgd.wire import BLOCK, decode, encode
 from torch import nn
 
 from neuron_accel import NeuronAccelerator, Zero1Plugin
-from neuron_accel.contract import ConfigurationError, NeuronAccelError, PlanError, StrategyPlugin, UsageError
+from neuron_accel.contract import StrategyPlugin
+from neuron_accel.errors import ConfigurationError, NeuronAccelError, PlanError, UsageError
 from neuron_accel.testing import RanksError, Trace, Training, compare, run_ranks, train_alone, train_on_rank
 
 PLAIN = Training(optimizer=sgd)

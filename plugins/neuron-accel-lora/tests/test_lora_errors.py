@@ -14,8 +14,8 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
 from neuron_accel import ModelParallelismPlugin, NeuronAccelerator, NeuronAccelError
-from neuron_accel.contract import ConfigurationError, RankRandomness, UsageError
-from neuron_accel.errors import ParameterError
+from neuron_accel.contract import RankRandomness
+from neuron_accel.errors import ConfigurationError, ParameterError, UsageError
 from neuron_accel.testing import run_ranks
 
 

@@ -9,7 +9,7 @@ from neuron_accel_plan.candidates import offering
 from neuron_accel_plan.ranks import CpuRanks, cpu_machine, used_part
 
 from neuron_accel import NeuronAccelerator, find_instance
-from neuron_accel.contract import ConfigurationError
+from neuron_accel.errors import ConfigurationError
 from neuron_accel.testing import run_ranks
 
 BATCH, SEQUENCE, STEPS = 4, 16, 3

@@ -13,7 +13,8 @@ from neuron_accel_plan.script import count_training
 from torch import nn
 
 from neuron_accel.commands import main
-from neuron_accel.contract import Phase, PlanError, PluginSpec, StrategyPlugin, UsageError
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import PlanError, UsageError
 
 
 def training(steps=4, plugins=(), ended=None, batch=None, **options):

@@ -22,7 +22,9 @@ from neuron_accel_report.recorder import Recorder, ResidentMemory
 from neuron_accel_report.records import Collectives, Memory, Step, Straggler, read_run
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.contract import ConfigurationError, Events, Group
+from neuron_accel.contract import Group
+from neuron_accel.contract.events import Events
+from neuron_accel.errors import ConfigurationError
 
 RANGE_CALLS, STEP_CALLS = 18, 80
 """Calls of functions that a range, and a step without events, take at most."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin, UsageError
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.errors import UsageError
 from neuron_accel.testing import run_ranks
 from tests.distributed.loop.loops_support import COMPOSITIONS, Tokens, adamw, assert_close, forward, model
 

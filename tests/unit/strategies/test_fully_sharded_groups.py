@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from neuron_accel import FullyShardedPlugin
-from neuron_accel.contract import AxisKind, AxisSpec, Mesh, PlanError
+from neuron_accel.contract import AxisKind, AxisSpec, Mesh
+from neuron_accel.errors import PlanError
 from neuron_accel.neuron.instances import find_instance
 
 TP2 = AxisSpec(name="tp", degree=2, kind=AxisKind.MODEL)

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from neuron_accel.contract import Collective, Event, Group, Observer, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract import Group, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract.events import Collective, Event, Observer
 from neuron_accel.errors import ConfigurationError, DesyncError
 
 if TYPE_CHECKING:

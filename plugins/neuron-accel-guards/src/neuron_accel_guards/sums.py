@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from neuron_accel.contract import (
-    Collective,
-    Event,
-    Group,
-    Observer,
-    Phase,
-    PluginSpec,
-    ShardedOptimizer,
-    StrategyPlugin,
-)
+from neuron_accel.contract import Group, Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract.events import Collective, Event, Observer
+from neuron_accel.contract.sharded import ShardedOptimizer
 from neuron_accel.errors import ConfigurationError, CorruptionError
 from neuron_accel_guards.replicas import Part, part_of, replica_of
 

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from neuron_accel.contract import ShardedState, needs_closure, take_weights, why_not_elementwise
+from neuron_accel.contract import ShardedState, take_weights
+from neuron_accel.contract.sharded import needs_closure, why_not_elementwise
 from neuron_accel.errors import CheckpointError, ConfigurationError, UsageError
 from neuron_accel_local_sgd.wire import Mean, known, start_mean
 

@@ -19,7 +19,8 @@ import torch
 
 from neuron_accel import DryRun, Instance, find_instance
 from neuron_accel.commands import dry_plan
-from neuron_accel.contract import AxisKind, model_without_weights
+from neuron_accel.contract import AxisKind
+from neuron_accel.contract.families import model_without_weights
 from neuron_accel.errors import ConfigurationError, PlanError, UnsupportedModelError, UsageError
 from neuron_accel_plan.calibration import Machine, reserve_of
 from neuron_accel_plan.graphs import Finding, findings

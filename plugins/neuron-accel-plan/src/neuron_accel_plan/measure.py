@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuron_accel import NeuronAccelerator
-from neuron_accel.contract import Backend, Group, Traffic
+from neuron_accel.contract import Backend, Group
+from neuron_accel.contract.events import Traffic
 from neuron_accel_plan.calibration import FORMAT, CalibrationFile, Machine, dump_calibration
 from neuron_accel_plan.memory import StepCounter
 from neuron_accel_plan.time import kernel_seconds

@@ -31,7 +31,8 @@ from neuron_accel_plan.trace import Tracer
 if TYPE_CHECKING:
     from torch import nn
 
-    from neuron_accel.contract import PreparedModel, Run, Traffic
+    from neuron_accel.contract import PreparedModel, Run
+    from neuron_accel.contract.events import Traffic
 
 INSTANCE_VARIABLE = "NEURON_ACCEL_INSTANCE"
 """Environment variable: the instance type that the plans of runs are checked for."""

@@ -33,7 +33,8 @@ from neuron_accel_plan.trace import Trace, Tracer
 
 if TYPE_CHECKING:
     from neuron_accel import NeuronAccelerator
-    from neuron_accel.contract import PreparedModel, Transfer
+    from neuron_accel.contract import PreparedModel
+    from neuron_accel.contract.events import Transfer
 
 
 KEPT = (GRADIENTS, MASTERS, STATE, BUCKETS)

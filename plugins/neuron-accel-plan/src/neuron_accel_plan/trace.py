@@ -15,7 +15,7 @@ import torch
 from neuron_accel_plan.shapes import tensors_in
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Traffic
+    from neuron_accel.contract.events import Traffic
 
 PRODUCT = "product"
 BATCHED_PRODUCT = "batched product"

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from neuron_accel.contract import Phase, PluginSpec, ShardedOptimizer, StrategyPlugin
+from neuron_accel.contract import Phase, PluginSpec, StrategyPlugin
+from neuron_accel.contract.sharded import ShardedOptimizer
 from neuron_accel.errors import ConfigurationError, NeuronAccelError
 from neuron_accel_report.bundle_command import Redactor
 from neuron_accel_report.live import Display, make_display

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from neuron_accel.contract import Event, Events, Observer
+from neuron_accel.contract.events import Event, Events, Observer
 from neuron_accel_report.records import PARTS, Collectives, Memory, Range, Step
 
 if TYPE_CHECKING:
-    from neuron_accel.contract import Backend, Collective
+    from neuron_accel.contract import Backend
+    from neuron_accel.contract.events import Collective
 
 _BEGINNINGS = ("loader", "forward")
 """Parts with which the first step begins."""

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from neuron_accel import FullyShardedPlugin, Zero1Plugin
-from neuron_accel.contract import LayoutError, Mesh, ParameterMap
+from neuron_accel.contract import Mesh, ParameterMap
+from neuron_accel.errors import LayoutError
 from neuron_accel.testing import RanksError, Training, assert_parallel_equivalence, run_ranks
 from tests.distributed.strategies.expert_parallel.mixture import (
     ExpertParallelPlugin,

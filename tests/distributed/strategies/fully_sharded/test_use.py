@@ -15,7 +15,7 @@ from torch import nn
 
 from neuron_accel import FullyShardedPlugin
 from neuron_accel.backends.process_group import let_threads_finish
-from neuron_accel.contract import Observer
+from neuron_accel.contract.events import Observer
 from neuron_accel.errors import ConfigurationError, DesyncError, NeuronAccelError, UsageError
 from neuron_accel.testing import RanksError, run_ranks
 from neuron_accel.testing.parity import Training, assert_parallel_equivalence
