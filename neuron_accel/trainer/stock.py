@@ -291,9 +291,9 @@ def _random_state(states: list[dict[str, Any]], run: Run) -> dict[str, Any]:
     index = run.mesh.position(run.backend.rank, run.mesh.data_axes)
     before = random_state(run.backend.generator)
     try:
-        set_random_state(states[index % len(states)], run.backend.generator)
+        set_random_state(state := states[index % len(states)], run.backend.generator)
         if index >= len(states):
-            reseed(index, run.backend.generator)
+            reseed(index, state, run.backend.generator)
         return random_state(run.backend.generator)
     finally:
         set_random_state(before, run.backend.generator)

@@ -193,7 +193,7 @@ class Restored:
         generator = training.run.backend.generator
         set_random_state(state, generator)
         if newcomer is not None:
-            reseed(newcomer, generator)
+            reseed(newcomer, state, generator)
 
     def _plugin_state(self, name: str) -> dict[str, Any]:
         """Returns a plugin's state in the form in which the plugin returned it, empty if it is not saved."""

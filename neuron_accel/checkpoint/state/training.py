@@ -363,8 +363,7 @@ def set_random_state(state: dict[str, Any], device: DeviceGenerator) -> None:
         if "device" in state:
             device.set_state(state["device"])
         else:
-            device.seed(_seed())
-            torch.set_rng_state(state["torch"])
+            device.seed(_seed(state))
 
 
 def state_for(saved: Mesh, mesh: Mesh, rank: int) -> tuple[int, int | None]:
@@ -385,9 +384,9 @@ def state_for(saved: Mesh, mesh: Mesh, rank: int) -> tuple[int, int | None]:
     return rows[index % len(rows)], index if index >= len(rows) else None
 
 
-def reseed(index: int, device: DeviceGenerator) -> None:
-    """Seeds all generators of a rank without a saved state with a function of its current state and its number."""
-    seed = (_seed() + index * _ODD) % 2**63
+def reseed(index: int, state: dict[str, Any], device: DeviceGenerator) -> None:
+    """Seeds all generators of a rank without a saved state with a function of another rank's and its number."""
+    seed = (_seed(state) + index * _ODD) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -395,8 +394,10 @@ def reseed(index: int, device: DeviceGenerator) -> None:
         device.seed(seed)
 
 
-def _seed() -> int:
-    return int(torch.randint(2**62, (), dtype=torch.int64))
+def _seed(state: dict[str, Any]) -> int:
+    generator = torch.Generator()  # ranks that are threads share the default one
+    generator.set_state(state["torch"])
+    return int(torch.randint(2**62, (), dtype=torch.int64, generator=generator))
 
 
 # ---- Buffers that differ between ranks -------------------------------------------------------------------------------

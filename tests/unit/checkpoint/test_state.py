@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,6 +181,23 @@ def test_ranks_without_saved_generators_draw_other_numbers():
     seen = set()
     for number in (2, 3):
         set_random_state(state, CPU)
-        reseed(number, CPU)
+        reseed(number, state, CPU)
         seen.add(draw())
     assert len(seen) == 2
+
+
+def test_a_device_is_seeded_alike_whatever_other_threads_draw_meanwhile(monkeypatch):
+    state, seeds, drawn = random_state(CPU), [], iter(range(100))
+
+    def restored(state, restore=torch.set_rng_state):
+        restore(state)
+        torch.rand(next(drawn))  # another rank of this process draws from the generator that they share
+
+    monkeypatch.setattr(torch, "set_rng_state", restored)
+    device = SimpleNamespace(apart=True, seed=seeds.append)
+    for number in (None, None, 1, 1):
+        set_random_state(state, device)
+        if number is not None:
+            reseed(number, state, device)
+    assert seeds[0] == seeds[1] == seeds[2] == seeds[4]
+    assert seeds[3] == seeds[5] != seeds[0]
