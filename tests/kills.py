@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,15 +192,21 @@ def places(folder: Path, ranks: int, plugins: list[Any]) -> list[Fault]:
 
 
 def choose(found: Iterable[Fault], number: int, seed: int) -> list[Fault]:
-    """Chooses places, as many of each point and rank as possible, and then in the order that the seed says."""
-    random_, groups = random.Random(seed), dict[tuple[str, int | None], list[Fault]]()
+    """Chooses places, as many of each point as possible, of each rank in turn, and then in the order that the seed
+    says."""
+    random_, points = random.Random(seed), dict[str, dict[int | None, list[Fault]]]()
     for fault in found:
-        groups.setdefault((fault.point, fault.rank), []).append(fault)
-    for group in groups.values():
-        random_.shuffle(group)
+        points.setdefault(fault.point, {}).setdefault(fault.rank, []).append(fault)
+    turns = {
+        point: deque(random_.sample(sorted(ranks.items(), key=str), len(ranks))) for point, ranks in points.items()
+    }
     chosen: list[Fault] = []
-    while len(chosen) < number and any(groups.values()):
-        chosen += [group.pop() for group in groups.values() if group]
+    while len(chosen) < number and any(turns.values()):
+        for turn in filter(None, turns.values()):
+            rank, group = turn.popleft()
+            chosen.append(group.pop(random_.randrange(len(group))))
+            if group:
+                turn.append((rank, group))
     chosen = chosen[:number]
     random_.shuffle(chosen)
     chosen.sort(key=lambda fault: fault.point in ("load", "save.remove"))  # after there are checkpoints
