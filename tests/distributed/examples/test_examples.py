@@ -231,7 +231,15 @@ def test_one_worker_and_four_learn_the_same(capfd):
 
 @pytest.mark.parametrize(
     "script",
-    ["language-modeling/run_clm.py", "language-modeling/run_clm_no_trainer.py", "gpt2_xl_zero1/train.py"],
+    [
+        "language-modeling/run_clm.py",
+        "language-modeling/run_clm_no_trainer.py",
+        "gpt2_xl_zero1/train.py",
+        "tasks/run_classification.py",
+        "tasks/run_image_classification.py",
+        "tasks/run_summarization.py",
+        "tasks/run_translation.py",
+    ],
 )
 def test_help(script):
     done = subprocess.run([sys.executable, EXAMPLES / script, "--help"], capture_output=True, text=True, check=True)
