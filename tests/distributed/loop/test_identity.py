@@ -136,6 +136,7 @@ def moving_average(plugins, mixed_precision):
     from neuron_accel import NeuronAccelerator
 
     accelerator = NeuronAccelerator(config={"plugins": plugins}, mixed_precision=mixed_precision)
+    torch.manual_seed(0)
     model = llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     batch = dict.fromkeys(["input_ids", "labels"], torch.arange(8).repeat(2, 1))
@@ -166,7 +167,7 @@ def moving_average(plugins, mixed_precision):
 )
 def test_a_copy_computes_with_its_own_weights(plugins, mixed_precision):
     (expected, refused), tolerance = run_ranks(moving_average, 1, [], None)[0], 2e-2 if mixed_precision else 1e-5
-    assert abs(expected[0] - expected[1]) > 0.1
+    assert abs(expected[0] - expected[1]) > 0.05
     assert refused is None
     for losses, refused in run_ranks(moving_average, 2, plugins, mixed_precision):
         assert losses == pytest.approx(expected, rel=tolerance)
