@@ -480,9 +480,10 @@ def step(plugins: list[Any], size: int) -> Counter[str]:
     for number in range(2):
         if number:
             backend.events.observe(_Begun(begun))
-        record.module(torch.zeros(4, 128, device=backend.device)).sum().backward()
-        for hook in run.hooks["after_backward"]:
-            hook(run)
+        with run.hooks.around(
+            "backward_pass", record.module(torch.zeros(4, 128, device=backend.device)).sum(), run
+        ) as loss:
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return begun

@@ -11,27 +11,6 @@ from typing import Any
 from torch import nn
 
 
-class WrappedForward:
-    """A forward that :func:`wrap_forward` has set. It is bound to its module, so that a copy of the module has its own.
-
-    Args:
-        call: see :func:`wrap_forward`.
-        own: a forward that was set on the object before; None if it used that of its class.
-        signature: the signature of the module's forward.
-    """
-
-    __name__ = "forward"  # pickled as the class's own forward: a model that is loaded elsewhere computes as usual
-
-    def __init__(self, call: Callable[..., Any], own: Callable[..., Any] | None, signature: inspect.Signature) -> None:
-        self.call, self.own, self.__signature__ = call, own, signature
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = self.own or MethodType(type(module).forward, module)
-        if isinstance(own, MethodType) and isinstance(own.__func__, WrappedForward):
-            own = MethodType(own.__func__, module)
-        return self.call(module, own, *args, **kwargs)
-
-
 def wrap_forward(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
     """Replaces the forward of a module, and keeps its class, hooks, copies and pickles.
 
@@ -43,7 +22,18 @@ def wrap_forward(module: nn.Module, call: Callable[..., Any]) -> Callable[[], No
         A function that restores the previous forward. Several wrappers of one module are restored last first.
     """
     own = vars(module).get("forward")
-    wrapped = MethodType(WrappedForward(call, own, inspect.signature(type(module).forward)), module)
+    is_bound = isinstance(own, MethodType) and own.__self__ is module
+
+    # Bound to the module, so that a copy of it has its own. Pickled by its name, as the class's own forward: a model
+    # that is loaded elsewhere computes as usual.
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        former = own
+        if own is None or is_bound:
+            former = MethodType(type(module).forward if own is None else own.__func__, module)
+        return call(module, former, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+    wrapped = MethodType(forward, module)
     module.forward = wrapped  # type: ignore[method-assign]
 
     def restore() -> None:
