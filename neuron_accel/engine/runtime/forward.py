@@ -32,7 +32,8 @@ def wrap_forward(module: nn.Module, call: Callable[..., Any]) -> Callable[[], No
             former = MethodType(type(module).forward if own is None else own.__func__, module)
         return call(module, former, *args, **kwargs)
 
-    forward.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
+    # What wraps a forward can be asked for, as its signature can.
+    vars(forward).update(call=call, own=own, __signature__=inspect.signature(type(module).forward))
     wrapped = MethodType(forward, module)
     module.forward = wrapped  # type: ignore[method-assign]
 
