@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -531,7 +532,12 @@ class BackwardWatcher:
     def _check_assigned(self) -> None:
         run = self._run
         group = run.group(*run.mesh.gradient_axes)
-        parameters = [p for each in run.watchers for bucket in each._buckets for p in bucket.parameters]
+        parameters = [
+            parameter
+            for bucket in chain.from_iterable(each._buckets for each in run.watchers)
+            for parameter, record in zip(bucket.parameters, bucket.records, strict=True)
+            if not {*record.layout.axes} & {*run.mesh.gradient_axes}  # others have gradients of their own on each rank
+        ]
         if not parameters or group.size == 1 or run.backend.is_lazy or run.join.is_uneven:
             return
         self.has_begun = True  # checked until gradients are set to zero

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from neuron_accel.contract import AxisKind, AxisSpec, Cut, Layout, Phase, PluginSpec, StrategyPlugin
 from neuron_accel.errors import NeuronAccelError, UsageError
 from neuron_accel.testing import RanksError, run_ranks
 from tests.distributed.models import llama
@@ -130,6 +133,44 @@ def test_assigned_gradients_are_reduced_or_refused(composition):
     assert len(raised.value.errors) == 2
 
 
+def test_fully_sharded_weights_have_no_gradients_to_assign():
+    with pytest.raises(RanksError, match="used outside of the forward and backward pass of its module, by `grad`"):
+        run_ranks(assigned_gradients, 2, COMPOSITIONS["fully_sharded"], True)
+
+
+def own_gradients_of_shards():
+    """Each rank has its own elements of a parameter, and assigns their gradient."""
+    from neuron_accel import NeuronAccelerator
+
+    accelerator = NeuronAccelerator(plugins=[OwnShards()])
+    model = nn.Linear(4, 4, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.full_like(model.weight, accelerator.process_index + 1.0)
+    optimizer.step()
+    return float((before - model.weight.detach()).mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnShards(StrategyPlugin):
+    """Shards rows of a linear layer over the data-parallel ranks, as experts are."""
+
+    spec: ClassVar[PluginSpec] = PluginSpec(name="own_shards", phase=Phase.LAYOUT, api_version=4)
+
+    def axes(self):
+        return (AxisSpec(name="rows", degree=2, kind=AxisKind.DATA),)
+
+    def transform_model(self, model, run):
+        layer, cut = model.module, Cut(dim=0, axis="rows", degree=2, size=4)
+        layout = replace(Layout.of(layer.weight), cuts=(cut,))
+        model.parameters.set_layout("weight", layout)
+        layer.weight = nn.Parameter(layout.shard(layer.weight.detach(), run.coordinates))
+
+
+def test_gradients_of_shards_of_ones_own_are_not_compared():
+    assert run_ranks(own_gradients_of_shards, 2) == pytest.approx([1.0, 2.0])
+
+
 # ---- copies ----------------------------------------------------------------------------------------------------------
 def moving_average(plugins, mixed_precision):
     """An average of weights in a copy of the model, and what the copy computes with it."""
@@ -172,6 +213,37 @@ def test_a_copy_computes_with_its_own_weights(plugins, mixed_precision):
     for losses, refused in run_ranks(moving_average, 2, plugins, mixed_precision):
         assert losses == pytest.approx(expected, rel=tolerance)
         assert "cannot be pickled" in refused
+
+
+def copies_of_a_pipeline(virtual_stages):
+    from neuron_accel import NeuronAccelerator
+
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "virtual_stages": virtual_stages}
+    options["schedule"] = "1f1b" if virtual_stages == 1 else "interleaved"
+    accelerator = NeuronAccelerator(config={"plugins": [{"model_parallelism": options}]})
+    model = llama(blocks=4)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = dict.fromkeys(["input_ids", "labels"], torch.arange(8).repeat(2, 1))
+    copied, said = copy.deepcopy(model), []
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.mul_(0.5)
+    for mode in (True, False):
+        try:
+            loss = copied.train(mode)(**batch).loss
+        except UsageError as error:
+            said.append(str(error))
+    if virtual_stages == 1:  # as the error says
+        model.load_state_dict(copied.state_dict())
+        assert torch.equal(model.eval()(**batch).loss, loss)
+    return said
+
+
+def test_a_copy_of_a_pipeline_is_evaluated_only():
+    for (said,) in run_ranks(copies_of_a_pipeline, 2, 1):
+        assert "it was not prepared" in said
+    for said in run_ranks(copies_of_a_pipeline, 2, 2):
+        assert ["one of this rank's stages" in each for each in said] == [True, True]
 
 
 # ---- hooks that a strategy would lose --------------------------------------------------------------------------------
