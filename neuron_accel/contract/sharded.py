@@ -5,8 +5,7 @@ from neuron_accel.engine.optim.elementwise import needs_closure, why_not_element
 from neuron_accel.engine.sharding.parameters import WeightShard
 from neuron_accel.engine.shards.fully_sharded import ShardedWeights
 from neuron_accel.engine.shards.gathered_shard import GatheredShard
-from neuron_accel.engine.shards.gradients import ShardedGradients
-from neuron_accel.engine.shards.optimizer import ShardedOptimizer
+from neuron_accel.engine.shards.optimizer import ShardedGradients, ShardedOptimizer
 from neuron_accel.engine.shards.unit import Unit, UnitsOfModel
 
 __all__ = [

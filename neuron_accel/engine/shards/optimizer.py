@@ -21,9 +21,9 @@ from torch import nn
 
 from neuron_accel.engine.optim.buckets import Bucket, used_anywhere
 from neuron_accel.engine.optim.elementwise import is_separable, needs_closure, why_not_elementwise
-from neuron_accel.engine.optim.norms import GradientPart, clip_by_norm, parts_of_others
+from neuron_accel.engine.optim.norms import GradientPart, Gradients, clip_by_norm, gradient_parts, parts_of_others
 from neuron_accel.engine.optim.own_methods import OwnMethods, TensorWatch
-from neuron_accel.engine.optim.reducer import BackwardWatcher
+from neuron_accel.engine.optim.reducer import BackwardWatcher, GradientReducer
 from neuron_accel.engine.optim.state import StateByParameter, StatePiece
 from neuron_accel.engine.shards.build import ShardBuilder
 from neuron_accel.engine.shards.shard import BucketShard
@@ -444,6 +444,40 @@ def _check_device(run: Run, plugin: str, *, partition: str) -> None:
             why="this device compiles one graph for all ranks",
             fix="use partition='even', with an element-wise optimizer",
         )
+
+
+class ShardedGradients(Gradients):
+    """Gradients that optimizers shard, and those of parameters that none of them holds.
+
+    Args:
+        run: the run.
+        reducers: reduce those that no optimizer shards.
+        optimizers: shard the others.
+    """
+
+    def __init__(self, run: Run, reducers: Sequence[GradientReducer], optimizers: Sequence[ShardedOptimizer]) -> None:
+        def flush() -> None:
+            for reducer in reducers:
+                reducer.flush()
+            for optimizer in optimizers:
+                optimizer.flush()
+
+        super().__init__(run, flush)
+        self._optimizers = optimizers
+
+    def parts(self, parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
+        self._complete()
+        parameters = list(parameters)
+        sharded = {p for optimizer in self._optimizers for p in optimizer.sharded_parameters}
+        others = gradient_parts([p for p in parameters if p not in sharded], self._run)
+        return [part for optimizer in self._optimizers for part in optimizer.gradient_parts(parameters)] + others
+
+    def full(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        self._flush()
+        for optimizer in self._optimizers:
+            if parameter in optimizer.sharded_parameters:
+                return optimizer.full_gradient(parameter)
+        return parameter.grad
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, plugin: str, title: str, partition: str) -> None:
