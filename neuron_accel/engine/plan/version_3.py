@@ -229,6 +229,7 @@ class _Adapter:
             self._plugin.after_clipping(run.norm, run)
         if run.may_skip and not self._plugin.should_step(optimizer, run):
             yield False
+            return
         self._plugin.before_step(optimizer, run)
         yield None
         self._plugin.after_step(optimizer, run)

@@ -108,13 +108,14 @@ def masked_on_a_rank():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             accelerator.backward(torch.nn.functional.cross_entropy(layer(torch.ones(1, 3)), labels), num_items=given)
-        said.append([str(w.message) for w in caught if "num_items" in str(w.message)])
+        said.append([f"{w.filename}: {w.message}" for w in caught if "num_items" in str(w.message)])
     return said
 
 
 def test_a_rank_whose_labels_are_all_masked_is_told_what_to_give():
     assert run_ranks(masked_on_a_rank, 2)[0] == [[], []]
     (said,), silent = run_ranks(masked_on_a_rank, 2)[1]
+    assert said.startswith(f"{__file__}: ")
     assert "labels are masked" in said
     assert silent == []
 
